@@ -1,0 +1,27 @@
+"""Fixtures shared by the suite: the folder of real data and models, and a small device count."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Callable[[str], Path]:
+    """Returns `path` inside the folder of real data, or skips the test where it is absent."""
+    base = Path(os.environ.get("RLJAX_SHARED", ROOT.parent / "shared"))
+
+    def find(path: str) -> Path:
+        if not (base / path).exists():
+            pytest.skip(f"{path} is not on this machine; point RLJAX_SHARED at the data folder")
+        return base / path
+
+    return find
