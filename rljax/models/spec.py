@@ -78,7 +78,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads do not divide into {self.kv_heads} key-value heads")
+            raise ValueError(
+                f"{self.heads} heads do not divide into {self.kv_heads} key-value heads"
+            )
         if self.local and len(self.local) != self.layers:
             raise ValueError(f"`local` has {len(self.local)} flags for {self.layers} layers")
         if any(self.local) and self.window is None:
@@ -144,7 +146,9 @@ def specs(cfg: ModelConfig) -> SpecTree:
         "k": linear("self_attn.k_proj", (D,), (K, H), ("embed", "kv_heads", None)),
         "v": linear("self_attn.v_proj", (D,), (K, H), ("embed", "kv_heads", None)),
         "o": linear("self_attn.o_proj", (N, H), (D,), ("heads", None, "embed"), deep),
-        "mlp_norm": norm("pre_feedforward_layernorm" if cfg.post_norms else "post_attention_layernorm"),
+        "mlp_norm": norm(
+            "pre_feedforward_layernorm" if cfg.post_norms else "post_attention_layernorm"
+        ),
         "gate": linear("mlp.gate_proj", (D,), (F,), ("embed", "mlp")),
         "up": linear("mlp.up_proj", (D,), (F,), ("embed", "mlp")),
         "down": linear("mlp.down_proj", (F,), (D,), ("mlp", "embed"), deep),
