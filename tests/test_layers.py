@@ -19,7 +19,8 @@ PACKAGE = ROOT / "rljax"
 GROUND = {"types", "trees", "rng"}
 WORLD = {"rewards", "data", "envs"}
 FLOOR_2 = {"sharding", "kernels", "models"}
-FLOOR_3 = {"train", "pipeline", "decode", "plan", "checkpoint", "metrics", "report"} | WORLD
+RECORDS = {"metrics", "progress", "provenance", "report"}
+FLOOR_3 = {"train", "pipeline", "decode", "plan", "checkpoint"} | RECORDS | WORLD
 FLOOR_4 = {"rollout", "policy", "graph"}
 BELOW_ROOF = {"losses", "flows", "offline"} | FLOOR_2 | FLOOR_3 | FLOOR_4
 
@@ -58,10 +59,12 @@ RULES = {
     "decode": Rule({"models", "sharding", "kernels"}, ARRAYS, {"jetstream"}),
     "plan": Rule({"models", "sharding", "train", "decode"}, ARRAYS, {"libtpu"}),
     "checkpoint": Rule({"sharding"}, ARRAYS | {"orbax"}),
-    "metrics": Rule({"sharding"}, ARRAYS, {"rich", "tensorboardX"}),
-    "report": Rule({"metrics"}, set()),
+    "metrics": Rule({"sharding"}, ARRAYS, {"tensorboardX"}),
+    "progress": Rule({"metrics"}, {"numpy"}, {"rich"}),
+    "provenance": Rule({"metrics"}, {"jax"}),
+    "report": Rule({"metrics", "provenance"}, set()),
     # floor 3: the world, which knows no model
-    "rewards": Rule(set(), {"numpy"}, {"math_verify", "nltk"}),
+    "rewards": Rule(set(), {"numpy"}, {"math_verify", "vader"}),
     "data": Rule(
         set(), {"numpy", "tokenizers", "jinja2"}, {"tensorflow_datasets", "grain", "array_record"}
     ),
