@@ -22,6 +22,8 @@ import numpy as np
 
 from rljax.types import Metric
 
+Row = dict[str, Any]
+
 METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "eval.jsonl"
 
 # What the display and the report put first: (title, metric, format).
@@ -38,7 +40,8 @@ SHOWN = (
 def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
     """Turns metrics, device scalars and numbers into floats with one transfer; NaN stays NaN."""
     means = {k: v.mean if isinstance(v, Metric) else v for k, v in values.items()}
-    return {name: float(np.asarray(x)) for name, x in jax.device_get(means).items()}
+    host = jax.device_get(means)  # sorts the names
+    return {name: float(np.asarray(host[name])) for name in means}
 
 
 def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -48,7 +51,7 @@ def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
             file.write(json.dumps(to_json(row, longest=None), ensure_ascii=False) + "\n")
 
 
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
+def read_rows(path: str | Path) -> list[Row]:
     """Reads a .jsonl file, [] where there is none; a last line cut short by a kill is dropped."""
     path = Path(path)
     if not path.exists():
@@ -93,7 +96,7 @@ class Writer:
         self._events = _event_writer(Path(workdir), start) if tensorboard else None
         truncate_rows(self.path, start)
 
-    def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, step: int, values: Mapping[str, Any]) -> Row:
         """Writes the row of a step, step first, and returns it with every value a float or None."""
         floats = to_floats(values)
         row = {"step": int(step)} | {k: v if math.isfinite(v) else None for k, v in floats.items()}
