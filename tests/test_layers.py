@@ -69,7 +69,9 @@ RULES = {
         set(), {"numpy", "tokenizers", "jinja2"}, {"tensorflow_datasets", "grain", "array_record"}
     ),
     "envs": Rule(
-        {"rewards"}, {"numpy"}, {"tensorflow_datasets", "grain", "array_record", "reasoning_gym"}
+        {"rewards", "data"},
+        {"numpy"},
+        {"tensorflow_datasets", "grain", "array_record", "reasoning_gym"},
     ),
     # floor 4: runs
     "rollout": Rule({"decode", "envs", "rewards", "data", "losses"}, ARRAYS),
