@@ -93,8 +93,8 @@ def custom(
     def example(uid: int, row: Example | str | Mapping[str, Any]) -> Example:
         if isinstance(row, Example):
             return dataclasses.replace(row, uid=uid)
-        columns = {"prompt": row} if isinstance(row, str) else {"answer": "", **row}
-        return _from_row(uid, columns, "prompt", "answer", f"{name}, row {uid}")
+        columns = {"prompt": row} if isinstance(row, str) else row
+        return _from_row(uid, {"answer": "", **columns}, "prompt", "answer", f"{name}, row {uid}")
 
     examples = [example(uid, row) for uid, row in enumerate((*train, *test))]
     return Task(name, examples[: len(train)], examples[len(train) :], reward, stop, max_tokens)

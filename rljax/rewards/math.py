@@ -106,6 +106,8 @@ def same(answer: str, gold: str) -> bool:
 def match(extract: Callable[[str], str] = first_line) -> base.Reward:
     """1.0 where what `extract` finds in the completion states the answer (see `same`), else 0.0.
 
+    A row without an answer is not scored: silence would be right.
+
     Args:
       extract: `first_line`, `last_line`, `stated`, `str` for the whole text, or any function of the
         completion.
@@ -113,7 +115,7 @@ def match(extract: Callable[[str], str] = first_line) -> base.Reward:
 
     def answer_match(texts: Sequence[str], examples: Sequence[Any]) -> list[float | None]:
         return [
-            float(same(extract(text), example.answer))
+            float(same(extract(text), example.answer)) if example.answer else None
             for text, example in zip(texts, examples, strict=True)
         ]
 

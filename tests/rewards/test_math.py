@@ -119,6 +119,10 @@ def test_an_empty_completion_scores_zero():
         assert answers.match(extract)([""], row) == [0.0]
 
 
+def test_a_row_without_answer_is_not_scored():
+    assert answers.match()(["", "5"], [SimpleNamespace(uid=0, answer="")] * 2) == [None, None]
+
+
 def test_every_gsm8k_answer_is_read_and_equals_itself(shared):
     lines = shared("data/gsm8k/test.jsonl").read_text()
     golds = [json.loads(line)["answer"] for line in lines.splitlines()]

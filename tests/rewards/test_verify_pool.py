@@ -118,7 +118,7 @@ def test_a_slow_check_late_in_the_queue_is_no_timeout(monkeypatch):
 
 
 def test_a_check_that_no_timer_can_end_is_killed(monkeypatch):
-    """FC55: SIGALRM is never delivered, as in a long computation in C; the next check still runs."""
+    """FC55: SIGALRM never arrives, as in a long computation in C; the next check still runs."""
     block = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])"
     altered(monkeypatch, block + "\n        while True: pass")
     with verify_pool.VerifyPool(workers=1, limit_s=0.5) as pool:
