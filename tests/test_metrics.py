@@ -31,10 +31,12 @@ def test_a_row_has_the_step_first_and_means_of_metrics(tmp_path):
 
 
 def test_a_value_that_is_not_finite_is_null(tmp_path):
-    writer = metrics.Writer(tmp_path)
-    writer.write(0, {"a": jnp.nan, "b": np.float32(np.inf), "c": -np.inf, "d": 1.0})
+    row = metrics.Writer(tmp_path).write(
+        0, {"a": jnp.nan, "b": np.float32(np.inf), "c": -np.inf, "d": 1.0}
+    )
     line = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(line, parse_constant=pytest.fail) == {
+    assert row == json.loads(line, parse_constant=pytest.fail)
+    assert row == {
         "step": 0, "a": None, "b": None, "c": None, "d": 1.0,
     }  # fmt: skip
 
