@@ -18,8 +18,8 @@ quickstart: $(VENV)/.installed  ## train a real model with GRPO and show what it
 	@rm -rf $(RUN)
 	$(BIN)/rljax train configs/grpo_smollm2_quickstart.py --workdir $(RUN)
 
-test: $(VENV)/.installed-dev  ## run the tests
-	$(BIN)/pytest
+test: $(VENV)/.installed-dev  ## run the tests (ARGS="tests/losses -x" for a part)
+	$(BIN)/pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check style and formatting
 	$(BIN)/ruff check $(SOURCES)

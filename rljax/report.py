@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rljax import metrics, provenance
 from rljax.metrics import Row
@@ -347,7 +347,7 @@ def _series(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
     return [(row["step"], row[name]) for row in rows if _is_number(row.get(name))]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
