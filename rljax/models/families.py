@@ -332,7 +332,7 @@ def to_hf(cfg: spec.ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": cfg.norm_eps,
         "tie_word_embeddings": cfg.tied,
         "rope_theta": cfg.rope_theta,
-        "rope_scaling": None if cfg.rope_scaling is None else _scaling_to_hf(cfg.rope_scaling),
+        "rope_scaling": None if cfg.rope_scaling is None else to_hf_scaling(cfg.rope_scaling),
     }
     if cfg.family != "qwen2":
         config["attention_bias"] = False
@@ -368,7 +368,8 @@ def to_hf(cfg: spec.ModelConfig) -> dict[str, Any]:
     return config
 
 
-def _scaling_to_hf(scaling: spec.RopeScaling) -> dict[str, Any]:
+def to_hf_scaling(scaling: spec.RopeScaling) -> dict[str, Any]:
+    """The `rope_scaling` field of a config.json."""
     out: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind != "linear":
         out["original_max_position_embeddings"] = scaling.original_positions
