@@ -189,4 +189,5 @@ class MathReward:
 
 def _as_latex(answer: str) -> str:
     """Marks `answer` as LaTeX: math-verify finds less in bare text than in a box."""
-    return answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}"
+    marked = "\\boxed" in answer or re.search(r"(?<!\\)\$", answer)
+    return answer if marked else f"\\boxed{{{answer}}}"

@@ -161,13 +161,11 @@ class VerifyPool:
             self._workers.append(_Worker(self.limit_s))
         while queue or any(w.job is not None for w in self._workers):
             for worker in self._workers:
-                if worker.process.poll() is not None and worker.job is None and worker.ready:
-                    worker.restart()  # killed while idle: no check is lost
                 if queue and worker.ready and worker.job is None:
                     if worker.send(queue[0], pairs[queue[0]]):
                         queue.popleft()
                     else:
-                        worker.restart()
+                        worker.restart()  # it was killed while idle: no check is lost
             wait_s = min(w.deadline for w in self._workers) - time.monotonic()
             timeout = None if math.isinf(wait_s) else max(wait_s, 0.0)
             readable = connection.wait([w.conn for w in self._workers], timeout)

@@ -45,6 +45,7 @@ def rows(*golds):
         ("\\boxed{\\{1,2\\}}", "\\{2,1\\}", V.CORRECT),
         ("thus\n#### 18", "18", V.CORRECT),
         ("The answer is 18 dollars", "18", V.CORRECT),
+        ("\\boxed{18.9}", "\\$18.90", V.CORRECT),
         ("\\boxed{3.14159}", "\\pi", V.INCORRECT),
         ("\\boxed{19}", "18", V.INCORRECT),
         ("", "18", V.UNPARSABLE),
@@ -129,6 +130,15 @@ def test_a_check_that_no_timer_can_end_is_killed(monkeypatch):
         assert 0.5 < time.monotonic() - start < 1.5
         assert pool.verdicts([WRONG]) == [V.INCORRECT]
         assert pool.pids() != [first]
+
+
+def test_the_clock_of_a_check_stops_with_it():
+    with verify_pool.VerifyPool(workers=1, limit_s=0.5) as pool:
+        pool.verdicts([HALF])
+        before = pool.pids()
+        time.sleep(0.8)  # longer than the limit
+        assert pool.verdicts([WRONG]) == [V.INCORRECT]
+        assert pool.pids() == before
 
 
 def test_a_worker_killed_while_idle_costs_nothing(reward):
