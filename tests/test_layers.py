@@ -52,7 +52,9 @@ RULES = {
     # floor 2: the model and where it lives
     "sharding": Rule(set(), ARRAYS),
     "kernels": Rule(set(), ARRAYS),
-    "models": Rule({"sharding", "kernels"}, ARRAYS | {"ml_dtypes"}, {"safetensors", "gguf"}),
+    "models": Rule(
+        {"sharding", "kernels"}, ARRAYS | {"ml_dtypes"}, {"safetensors", "gguf", "huggingface_hub"}
+    ),
     # floor 3: machines
     "train": Rule({"losses", "models", "sharding"}, ARRAYS | {"optax"}),
     "pipeline": Rule({"models", "sharding", "train"}, ARRAYS),
