@@ -1,4 +1,4 @@
-"""One key per named purpose and step, so that a new consumer leaves the others' streams unchanged."""
+"""One key per named purpose and step: a new consumer leaves the others' streams unchanged."""
 
 from __future__ import annotations
 

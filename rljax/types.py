@@ -1,4 +1,4 @@
-"""Records (frozen dataclasses that are pytrees) and the metric that can be summed over any split."""
+"""Records (frozen dataclasses that are pytrees) and the metric that adds over any split."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Metric(Record):
 
     @classmethod
     def of(cls, values: Array, weights: Array) -> Metric:
-        """Metric of `values` under `weights` (same shape); entries of weight 0 are ignored, NaN or not."""
+        """Metric of `values` under `weights` (same shape); weight 0 ignores even a NaN."""
         weights = weights.astype(jnp.float32)
         kept = jnp.where(weights > 0, values.astype(jnp.float32), 0.0)
         return cls(sum=jnp.sum(kept * weights), weight=jnp.sum(weights))

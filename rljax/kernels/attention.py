@@ -29,7 +29,7 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def _within(query: Array, key: Array, window: Any) -> Array:
-    """True where a key at position `key` is seen from position `query`: causal, at most `window` back."""
+    """True where a query sees a key: not later than itself, at most `window` tokens back."""
     seen = key <= query
     return seen if window is None else seen & (query - key < window)
 
@@ -70,7 +70,7 @@ def grouped(
     softcap: float | None = None,
     window: Any = None,
 ) -> Array:
-    """Attention of rows [prompt | response 1 | ... | response G]: each response sees the prompt and itself.
+    """Attention of rows [prompt | response 1 | ... | response G]; each sees prompt and itself.
 
     The scores of all G responses against the prompt are one product; prompt keys are held once.
 

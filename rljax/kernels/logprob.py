@@ -59,10 +59,10 @@ def _blocks(shape: HeadShape, head: Array) -> tuple[Array, int, int]:
 def _logits(
     shape: HeadShape, x: Array, head: Array, i: Array, width: int, scale: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Block i: its first column, ids [shards, width], scaled logits [M, shards, width] and d logit / d z.
+    """Block i: first column, ids [shards, width], scaled logits [M, shards, width], their slope.
 
-    The last block is moved left to stay inside; columns that an earlier block held, and ids past the
-    used vocabulary, come out at LOWEST.
+    The last block is moved left to stay inside; columns that an earlier block held, and ids past
+    the used vocabulary, come out at LOWEST.
     """
     per = head.shape[1]
     start = jnp.minimum(i * width, per - width)

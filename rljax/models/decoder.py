@@ -1,7 +1,7 @@
 """The decoder: pure functions from a parameter tree and tokens to hidden states.
 
-One block serves every family; switches come from `ModelConfig`. Attention is a function argument, so
-the same blocks train on grouped rows, fill a cache, and decode one token a slot.
+One block serves every family; switches come from `ModelConfig`. Attention is a function argument,
+so the same blocks train on grouped rows, fill a cache, and decode one token a slot.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Attend(Protocol):
 
 
 def pick_form() -> Form:
-    """Unrolled on CPU, where slicing stacked weights copies them; stacked elsewhere (compile time)."""
+    """Unrolled on CPU, where slices of stacked weights are copies; else stacked (compile time)."""
     return "unrolled" if jax.default_backend() == "cpu" else "stacked"
 
 
 def expand(params: spec.Params, cfg: spec.ModelConfig, form: Form, fuse: bool = False) -> Any:
     """Returns the tree that `hidden` computes on.
 
-    "stacked": the canonical tree. "unrolled": `layers` is a list of per-layer dicts; with `fuse`, q,
-    k, v become one matrix `qkv` [D, (N + 2K) H] and gate, up one `gate_up` [D, 2F] (fewer and larger
-    products; only for layouts that do not split heads or mlp). Differentiable: the transpose of the
-    split is one concatenation a parameter.
+    "stacked": the canonical tree. "unrolled": `layers` is a list of per-layer dicts; with `fuse`,
+    q, k, v become one matrix `qkv` [D, (N + 2K) H] and gate, up one `gate_up` [D, 2F] (fewer and
+    larger products; only for layouts that do not split heads or mlp). Differentiable: the transpose
+    of the split is one concatenation a parameter.
     """
     if form == "stacked":
         return params
@@ -66,7 +66,7 @@ def expand(params: spec.Params, cfg: spec.ModelConfig, form: Form, fuse: bool = 
 def _project(
     h: Array, p: Any, cfg: spec.ModelConfig, precision: layers.Precision
 ) -> tuple[Array, Array, Array]:
-    """Queries [B,S,N,H], keys and values [B,S,K,H], with bias and per-head norms where the family has them."""
+    """Queries [B,S,N,H], keys and values [B,S,K,H]; with the family's bias and per-head norms."""
     N, K, H = cfg.heads, cfg.kv_heads, cfg.head_size
     if "qkv" in p:
         x = layers.dot(h, p["qkv"], precision)
@@ -145,7 +145,10 @@ def hidden(
             out = layers.rms_norm(out, p["mlp_post_norm"], cfg.norm_eps, plus_one)
         return pin(x + out), carry
 
-    x = tree["embed"][tokens].astype(precision.activations)
+    embed = tree["embed"]
+    if layout is not None:  # whole rows, or the partitioner replicates what it looks up
+        embed = layout.constrain(embed, "vocab", None)
+    x = embed[tokens].astype(precision.activations)
     if cfg.embed_scale != 1.0:
         x = x * jnp.asarray(cfg.embed_scale, x.dtype)
     x = pin(x)
@@ -200,8 +203,8 @@ def grouped_hidden(
 ) -> Array:
     """Hidden states that predict the response tokens: [R, G, T, D].
 
-    A row holds one prompt and G responses to it. The prompt's states are computed once and shared by
-    the responses' attention; the result is what G separate sequences would give.
+    A row holds one prompt and G responses to it. The prompt's states are computed once and shared
+    by the responses' attention; the result is what G separate sequences would give.
 
     Args:
       prompt: [R, P] int32, right-padded. prompt_length: [R] int32, at least 1.

@@ -116,7 +116,7 @@ def rope_frequencies(
 
 
 def rope_tables(cfg: spec.ModelConfig, positions: Array) -> tuple[Array, Array]:
-    """cos and sin [kinds, ..., H/2] float32 at int32 `positions` [...]; kind 0 global, 1 local layers.
+    """cos and sin [kinds, ..., H/2] float32 at int32 `positions` [...]; kinds: global, local.
 
     Local layers differ only where the config has a second base (Gemma 3), which is never scaled.
     """
@@ -135,7 +135,7 @@ def rope_tables(cfg: spec.ModelConfig, positions: Array) -> tuple[Array, Array]:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates x [..., heads, H] by tables [..., H/2]; half-split pairs (i, i + H/2) as Hugging Face."""
+    """Rotates x [..., heads, H] by tables [..., H/2]; half-split pairs (i, i + H/2)."""
     y = x.astype(jnp.float32)
     a, b = jnp.split(y, 2, -1)
     cos, sin = cos[..., None, :], sin[..., None, :]

@@ -14,8 +14,8 @@ from rljax.sharding import rules
 def make_reshard(spec: Any, target: rules.Layout, dtype: Any = None) -> Callable[[Any], Any]:
     """Returns params -> params in `target`'s layout, cast to `dtype` (None keeps each leaf's own).
 
-    The program is an identity with output shardings, so source and target meshes must hold the same
-    devices in the same order (jit refuses otherwise); values are equal bit for bit but for the cast.
+    The program is an identity with output shardings, so source and target meshes must hold the
+    same devices in the same order (jit refuses otherwise); values are bit-equal but for the cast.
 
     Args:
       spec: the tree of parameter descriptions (`models.spec.specs`).

@@ -50,7 +50,7 @@ def _tree(params: Any, cfg: spec.ModelConfig, step: StepConfig, layout: rules.La
 
 
 def _cut(tree: Any, rows: int, parts: int) -> Any:
-    """Splits leading axes [rows * k, ...] into [parts, rows / parts * k, ...], taking every parts-th row.
+    """Splits leading axes [rows * k, ...] into [parts, rows / parts * k, ...], every parts-th row.
 
     Strided, so that each part holds rows of every device when rows are split over devices.
     """
@@ -64,13 +64,13 @@ def _cut(tree: Any, rows: int, parts: int) -> Any:
 
 
 def check_rows(rows: int, microbatches: int, layout: rules.Layout) -> None:
-    """Raises ValueError unless `rows` divide into microbatches whose rows divide over the devices."""
+    """Raises ValueError unless `rows` divide into microbatches and those over the devices."""
     shards = layout.size("batch")
     if rows % (microbatches * shards):
         best = math.gcd(rows // math.gcd(rows, shards), microbatches)
         raise ValueError(
-            f"{rows} rows do not divide into {microbatches} microbatches over {shards} devices; use a "
-            f"multiple of {microbatches * shards} rows, or microbatches={best}"
+            f"{rows} rows do not divide into {microbatches} microbatches over {shards} devices; use "
+            f"a multiple of {microbatches * shards} rows, or microbatches={best}"
             + (f" and a batch axis of {math.gcd(rows, shards)} devices" if rows % shards else "")
         )
 
@@ -124,7 +124,7 @@ def make_score(
 
 
 def _mismatch(logp: Array, batch: base.Batch) -> tuple[dict[str, Metric], dict[str, Array]]:
-    """Distance of the trainer's log-probs from the sampler's: mean, k3 KL(sampler | trainer), maximum."""
+    """Distance of the trainer's log-probs from the sampler's: mean and k3 KL, and the maximum."""
     if batch.logp_sampler is None:
         return {}, {}
     gap = jnp.where(batch.mask > 0, lax.stop_gradient(logp) - batch.logp_sampler, 0.0)
@@ -138,7 +138,7 @@ def _mismatch(logp: Array, batch: base.Batch) -> tuple[dict[str, Metric], dict[s
 def state_shardings(
     cfg: spec.ModelConfig, optimiser: optax.GradientTransformation, layout: rules.Layout
 ) -> TrainState:
-    """Shardings of a TrainState: moments lie where their parameters do, everything else everywhere."""
+    """Shardings of a TrainState: moments lie with their parameters, all else everywhere."""
     specs = spec.specs(cfg)
     params = layout.tree(specs)
     opt_state = optax.tree.map_params(
@@ -155,11 +155,15 @@ def state_shardings(
 def make_init(
     cfg: spec.ModelConfig, optimiser: optax.GradientTransformation, layout: rules.Layout
 ) -> Callable[[Any], TrainState]:
-    """Returns init(params) -> TrainState on the layout's devices, with an empty loss state."""
+    """Returns init(params) -> TrainState on the layout's devices, with an empty loss state.
+
+    The state holds a float32 copy: steps donate it, and the caller's parameters stay alive.
+    """
     shardings = state_shardings(cfg, optimiser, layout)
 
     def init(params: Any) -> TrainState:
-        params = jax.device_put(trees.cast(params, jnp.float32), shardings.params)
+        copies = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+        params = jax.device_put(copies, shardings.params)
         opt_state = jax.jit(optimiser.init, out_shardings=shardings.opt_state)(params)
         step = jax.device_put(jnp.int32(0), layout.replicated)
         return TrainState(params=params, opt_state=opt_state, loss_state=(), step=step)
@@ -176,12 +180,12 @@ def make_step(
 ) -> Callable[[TrainState, Sequences, base.Batch], tuple[TrainState, dict[str, Metric]]]:
     """Returns jitted step(state, sequences, batch) -> (state, metrics); the state is donated.
 
-    Metrics are those of the loss chain, plus "loss", "entropy", "grad_norm" and, where the batch has
-    the sampler's log-probs, "mismatch/*". Read them with `.mean`.
+    Metrics are those of the loss chain, plus "loss", "entropy", "grad_norm" and, where the batch
+    has the sampler's log-probs, "mismatch/*". Read them with `.mean`.
 
     Raises:
-      ValueError: while tracing, if the rows do not divide (`check_rows`) or the batch lacks what the
-        loss reads.
+      ValueError: while tracing, if the rows do not divide (`check_rows`) or the batch lacks what
+        the loss reads.
     """
 
     def step(
