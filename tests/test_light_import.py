@@ -10,7 +10,6 @@ import pytest
 
 HEAVY = {  # each takes a noticeable part of a second, or is an optional package
     "chex",
-    "etils",
     "flax",
     "grain",
     "jinja2",
