@@ -1,0 +1,74 @@
+"""Losses as short chains of transforms; the names below are the whole public surface.
+
+    loss = chain(leave_one_out(), token_ratio(), clip_ratio(), kl_to_reference(0.01), token_mean())
+
+Complete published chains are in `algorithms`. Importing this loads jax and nothing heavier.
+"""
+
+from rljax.losses import algorithms
+from rljax.losses.advantage import (
+    drop_flat_groups,
+    drop_truncated,
+    group_centre,
+    group_standardise,
+    leave_one_out,
+    overlong,
+    returns_to_go,
+    whiten,
+)
+from rljax.losses.aggregate import (
+    prompt_mean,
+    sequence_mean_token_mean,
+    sequence_mean_token_sum,
+    sequence_mean_token_sum_norm,
+    token_mean,
+    token_sum,
+)
+from rljax.losses.base import (
+    Batch,
+    LossTransform,
+    Terms,
+    chain,
+    check_groups,
+    on_batch,
+    on_terms,
+)
+from rljax.losses.distill import nll
+from rljax.losses.ratio import geometric_ratio, sequence_ratio, token_ratio
+from rljax.losses.regularise import entropy_bonus, kl_estimate, kl_to_reference
+from rljax.losses.surrogate import clip_ratio, dual_clip, score
+
+__all__ = [
+    "Batch",
+    "LossTransform",
+    "Terms",
+    "algorithms",
+    "chain",
+    "check_groups",
+    "clip_ratio",
+    "drop_flat_groups",
+    "drop_truncated",
+    "dual_clip",
+    "entropy_bonus",
+    "geometric_ratio",
+    "group_centre",
+    "group_standardise",
+    "kl_estimate",
+    "kl_to_reference",
+    "leave_one_out",
+    "nll",
+    "on_batch",
+    "on_terms",
+    "overlong",
+    "prompt_mean",
+    "returns_to_go",
+    "score",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_norm",
+    "sequence_ratio",
+    "token_mean",
+    "token_ratio",
+    "token_sum",
+    "whiten",
+]

@@ -1,0 +1,117 @@
+"""Every algorithm keeps the contract of a chain and replays its reference cases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax import losses as L
+from rljax.losses import algorithms as A
+from rljax.testing import check_loss
+
+CASES = json.loads((Path(__file__).parents[1] / "golden" / "policy_losses.json").read_text())
+GOLDEN = {case["name"]: case for case in CASES["cases"]}
+
+
+@pytest.mark.parametrize("name", A.ALGORITHMS)
+def test_every_algorithm_keeps_the_contract(name):
+    check_loss(A.ALGORITHMS[name](kl=0.1, entropy=0.01))
+
+
+def test_the_members_outside_the_default_algorithms_keep_the_contract():
+    check_loss(
+        L.chain(
+            L.overlong(6, 3),
+            L.drop_truncated(),
+            L.leave_one_out(standardise=True),
+            L.sequence_ratio("sampler"),
+            L.clip_ratio(),
+            L.dual_clip(),
+            L.kl_to_reference(0.1, "k1+", importance=True),
+            L.prompt_mean(),
+        )
+    )
+    check_loss(A.sft())
+
+
+def test_algorithms_compute_only_what_their_options_ask_for():
+    assert A.grpo().needs == {"reward", "group", "group>1", "logp_old"}
+    assert A.grpo(kl=0.1).needs - A.grpo().needs == {"logp_ref"}
+    assert A.grpo(entropy=0.1).needs - A.grpo().needs == {"entropy"}
+    assert A.dapo(max_length=100).needs - A.dapo().needs == {"length"}
+    assert A.cispo(anchor="sampler").needs - A.grpo().needs == {"logp_sampler"}
+    assert A.rloo().needs == {"reward", "group", "group>1"}
+
+
+@pytest.mark.parametrize("name", A.ALGORITHMS)
+def test_a_negative_coefficient_is_refused(name):
+    with pytest.raises(ValueError, match="kl_to_reference"):
+        A.ALGORITHMS[name](kl=-0.1)
+
+
+def given_advantage(loss: L.LossTransform) -> L.LossTransform:
+    """The algorithm without the members that make its advantage."""
+    makers = ("drop_flat_groups", "overlong")
+    kept = [m for m in loss.members if "advantage" not in m.gives and m.name not in makers]
+    return L.chain(*kept)
+
+
+POLICIES = {
+    "ppo_clip_table": A.ppo(anchor="sampler"),
+    "ppo_dual_clip": A.ppo(dual=3.0, anchor="sampler"),
+    "dapo_clip_higher_token_mean": given_advantage(A.dapo()),
+    "grpo_seq_mean_token_mean": given_advantage(A.grpo()),
+    "dr_grpo_constant_horizon": given_advantage(A.dr_grpo(horizon=8)),
+    "gspo_token_form_wide": given_advantage(A.gspo(0.1, 0.1, anchor="sampler")),
+    "gspo_token_form_paper_eps": given_advantage(A.gspo(anchor="sampler")),
+    "cispo_table": given_advantage(A.cispo(cap=3.0, anchor="sampler")),
+    "cispo_batch": given_advantage(A.cispo(0.8, 1.28, anchor="sampler")),
+    "reinforce_no_correction": L.chain(L.token_mean()),
+    "pg_token_tis": L.chain(L.token_ratio("sampler"), L.score(high=1.1), L.token_mean()),
+    "pg_seq_tis": L.chain(
+        L.sequence_ratio("sampler"), L.score(high=3.0), L.sequence_mean_token_sum_norm(8)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_losses_equal_the_reference(name):
+    case, loss = GOLDEN[name], POLICIES[name]
+    inputs = {k: jnp.asarray(v) for k, v in case["inputs"].items()}
+
+    def pick(logits):
+        logp = jax.nn.log_softmax(logits)
+        return jnp.take_along_axis(logp, inputs["actions"][..., None], -1)[..., 0]
+
+    mask = inputs["mask"].astype(jnp.float32)
+    anchors = {"mu_logits": "logp_sampler", "old_logits": "logp_old"}
+    batch = L.Batch(
+        mask=mask,
+        advantage=inputs["advantages"],
+        **{field: pick(inputs[k]) for k, field in anchors.items() if k in inputs},
+    )
+    batch, state = loss.prepare(batch, loss.init(batch))
+    weight = batch.weight
+    assert weight is not None
+
+    @jax.jit
+    def everything(logits):
+        logp = pick(logits)
+        value, by_logits = jax.value_and_grad(lambda z: loss(pick(z), batch, state)[0])(logits)
+        by_logp = jax.grad(lambda x: loss(x, batch, state)[0])(logp)
+        each = jnp.eye(mask.size).reshape(-1, *mask.shape)
+        tokens = jax.vmap(lambda w: loss(logp, batch.replace(weight=w), state)[0])(each)
+        return value, by_logits, by_logp, tokens.reshape(mask.shape)
+
+    value, by_logits, by_logp, tokens = everything(inputs["logits"])
+    expected = case["expected"]
+    np.testing.assert_allclose(value, expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(tokens, expected["per_token_loss"], rtol=1e-4, atol=1e-6)
+    coefficient = np.array(expected["per_token_coefficient"])
+    np.testing.assert_allclose(by_logp, weight * coefficient, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(by_logits, case["expected_gradient"]["value"], rtol=1e-4, atol=1e-6)
