@@ -108,11 +108,9 @@ class Policy:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: through the chat template where the tokenizer has one."""
-        if not isinstance(prompt, str):
-            return self.tokenizer.chat(list(prompt))
-        if self.tokenizer.has_template:
-            return self.tokenizer.chat([{"role": "user", "content": prompt}])
-        return self.tokenizer.encode(prompt)
+        if isinstance(prompt, str) and self.tokenizer.template is None:
+            return self.tokenizer.encode(prompt)
+        return self.tokenizer.chat(messages(prompt))
 
     def sample(
         self,
@@ -145,7 +143,11 @@ class Policy:
 
     def stop_ids(self, stop: Sequence[str] = ()) -> tuple[int, ...]:
         """The tokenizer's end ids and every id whose text contains one of the strings."""
-        return tuple(sorted({*self.tokenizer.stop_ids, *self.tokenizer.ids_containing(stop)}))
+        ids = set(self.tokenizer.stop_ids)
+        for i in range(self.cfg.vocab_used) if stop else ():
+            text = self.tokenizer.decode([i])
+            ids |= {i} if any(s in text for s in stop) else set()
+        return tuple(sorted(ids))
 
     def score(
         self, prompt: Prompt, completion: Sequence[int], temperature: float = 1.0
@@ -166,6 +168,13 @@ class Policy:
         """Writes a Hugging Face folder: safetensors, config.json and tokenizer files."""
         hf.save_params(self.params, self.cfg, folder, dtype)
         self.tokenizer.save(folder)
+
+
+def messages(prompt: Prompt) -> list[dict[str, str]]:
+    """A prompt as messages; a text is one message of the user."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return list(prompt)
 
 
 def load(

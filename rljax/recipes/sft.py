@@ -66,11 +66,18 @@ def encode(
     """
     if not pairs:
         raise ValueError("there are no examples to train on; give at least one Pair")
-    end = policy.tokenizer.end_id
-    rows = []
+    tokenizer, rows = policy.tokenizer, []
     for place, pair in enumerate(pairs):
-        prompt = policy.encode(pair.prompt)
-        completion = [*policy.tokenizer.extend([], pair.completion), end]
+        if tokenizer.template is None:
+            prompt = policy.encode(pair.prompt)
+            completion = tokenizer.extend([], pair.completion)
+            completion += [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        else:
+            asked = policies.messages(pair.prompt)
+            chat = [*asked, {"role": "assistant", "content": pair.completion}]
+            ids = tokenizer.chat_with_mask(chat)[0]
+            prompt = tokenizer.chat(asked)  # what the ids begin with
+            completion = ids[len(prompt) :]
         if len(completion) > max_tokens:
             raise ValueError(
                 f"example {place} has a completion of {len(completion)} tokens, its end token "

@@ -71,8 +71,9 @@ class Layout:
             if shape and shape[i] % n:
                 fits = [d for d in range(1, n + 1) if shape[i] % d == 0 and n % d == 0]
                 raise ValueError(
-                    f"{name}: dimension {i} ({axis}, size {shape[i]}) does not divide over {n} devices "
-                    f"of {mesh_axes}; sizes that work: {fits}, or map {axis!r} to () in the rules"
+                    f"{name}: dimension {i} ({axis}, size {shape[i]}) does not divide over {n} "
+                    f"devices of {mesh_axes}; sizes that work: {fits}, or map {axis!r} to () "
+                    "in the rules"
                 )
             parts.append(mesh_axes if len(mesh_axes) > 1 else (mesh_axes[0] if mesh_axes else None))
         return NamedSharding(self.mesh, PartitionSpec(*parts))
