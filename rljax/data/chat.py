@@ -213,7 +213,7 @@ class Tokenizer:
         """Text of ids; special tokens such as the end of a turn are left out unless `special`."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=not special)
 
-    def extend(self, ids: Sequence[int], text: str) -> list[int]:
+    def extend(self, ids: Iterable[int], text: str) -> list[int]:
         """`ids` unchanged, then the ids of `text`, encoded by itself as a continuation.
 
         Encoding the whole text anew could give other ids for what was sampled (he|llo, hello).
@@ -375,17 +375,18 @@ def _build(
     by_template = template is not None and re.search(r"\bbos_token\b", template) is not None
     by_backend = bos is not None and backend.encode("a").ids[:1] == [bos]
     adds = bos is not None and (by_template or (by_backend if adds_bos is None else adds_bos))
-    stops = list(stops)
+    ends: list[int | None] = [*stops]
     if "eos_token" in special:
-        stops.append(backend.token_to_id(special["eos_token"]))
+        ends.append(backend.token_to_id(special["eos_token"]))
     if adds and not by_backend:  # for other readers of the saved file; `encode` does not use it
         backend.post_processor = tokenizers.processors.TemplateProcessing(
             single=[special["bos_token"], "$A"], special_tokens=[(special["bos_token"], bos)]
         )
     made = Tokenizer(backend, special, adds, (), template, settings)
-    stops = tuple(dict.fromkeys(i for i in [*stops, *_turn_end(made)] if i is not None))
-    silent = model_bos is not None and not adds and adds_bos is None
-    token = backend.id_to_token(model_bos) if silent else None
+    stops = tuple(dict.fromkeys(i for i in [*ends, *_turn_end(made)] if i is not None))
+    token = None
+    if model_bos is not None and not adds and adds_bos is None:
+        token = backend.id_to_token(model_bos)
     if token and model_bos not in (*stops, made.pad_id) and token not in (template or ""):
         warnings.warn(
             f"the model's config names the beginning-of-sequence token {token!r}, but neither the "

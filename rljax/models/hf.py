@@ -173,7 +173,8 @@ def fill(
     for name, p in described.items():
         out = np.empty(p.shape, dtype)
         slots = out if p.axes[0] == "layers" else out[None]
-        for slot, key in zip(slots, _file_names(p)):
+        for i, key in enumerate(_file_names(p)):
+            slot = slots[i, ...]  # a view, also of a single number
             slot[...] = _from_file(read(key), p, slot.shape)
         leaves[name] = jnp.array(out) if place is None else place(name, p, out)
     return trees.unflatten(leaves)

@@ -52,7 +52,7 @@ def metadata(pre="qwen2", **extra):
     }
 
 
-def make(template=LLAMA3, **extra):
+def make(template: str | None = LLAMA3, **extra):
     return chat.Tokenizer.from_gguf(metadata(**extra), template)
 
 
@@ -195,13 +195,13 @@ def test_sampled_ids_are_carried_unchanged():
     """FC43: he|llo sampled; encoding the text again would give hello."""
     tokenizer = make()
     prompt = tokenizer.encode("1+")
-    sampled = [tokenizer.token_id("he"), tokenizer.token_id("llo")]
+    sampled = [tokenizer.backend.get_vocab()[piece] for piece in ("he", "llo")]
     assert tokenizer.encode("hello", bos=False) == [tokenizer.token_id("hello")]
     ids = tokenizer.extend([*prompt, *sampled], "<|eot|><|start|>tool<|end|>12")
     assert ids[: len(prompt) + 2] == [*prompt, *sampled]
     assert pieces(tokenizer, ids[-2:]) == ["1", "2"]  # qwen2 cuts digits apart before merging
     assert tokenizer.decode(ids) == "1+hellotool12"
-    assert tokenizer.extend(np.array([5, 6], np.int32), "") == [5, 6]
+    assert tokenizer.extend(np.array([5, 6], np.int32).tolist(), "") == [5, 6]
 
 
 def test_history_is_a_prefix_of_the_next_prompt():

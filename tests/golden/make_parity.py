@@ -17,8 +17,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 B, S = 2, 23
 SIZES = {
@@ -141,9 +141,8 @@ def main() -> None:
             rewritten = json.loads(config.to_json_string(use_diff=False))
             configs[variant] = {"4": {"model_type": family, **SIZES, **changes}, "5": rewritten}
         out["configs"] = np.array(json.dumps(configs))
-        np.savez_compressed(
-            folder / f"{family}.npz", **out, **{f"tensor/{n}": x for n, x in tensors.items()}
-        )
+        out |= {f"tensor/{name}": x for name, x in tensors.items()}
+        np.savez_compressed(folder / f"{family}.npz", allow_pickle=False, **out)
         print(family, (folder / f"{family}.npz").stat().st_size)
 
 

@@ -151,6 +151,7 @@ def test_yarn_reads_its_attention_factor():
         scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, **more}
         cfg = read("Qwen2.5-0.5B", rope_scaling=scaling)
         assert families.from_hf(families.to_hf(cfg)) == cfg
+        assert cfg.rope_scaling is not None
         return cfg.rope_scaling
 
     assert yarn().attention_factor is None and yarn().original_positions == 32768

@@ -102,7 +102,9 @@ def convert(name, x, arch, cfg):
         x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)  # its `permute`
     if arch.startswith("gemma") and name.endswith("norm.weight"):
         x = x + 1
-    return mapping.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(x)
+    found = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found, np.ascontiguousarray(x)
 
 
 def write(path, arch, cfg, tensors, kind="F32", **extra):

@@ -7,6 +7,8 @@ The files go the way of a user's model: a folder with config.json and safetensor
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import jax
@@ -69,3 +71,39 @@ def test_config_as_rewritten_by_transformers_5_reads_the_same(family, variant):
     assert families.from_hf(families.to_hf(families.from_hf(config["4"]))) == families.from_hf(
         config["4"]
     )
+
+
+LOAD = """
+import json, sys, pathlib, numpy as np, torch, transformers
+worst = {}
+for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    stored = np.load(folder / "stored.npz")
+    with torch.no_grad():
+        got = model(torch.tensor(stored["ids"].astype(np.int64))).logits.numpy()
+    expected = stored["logits"]
+    worst[folder.name] = float(np.abs(got - expected).max() / np.abs(expected).max())
+print(json.dumps(worst))
+"""
+
+
+def test_export_loads_in_transformers(tmp_path):
+    """What `save_params` writes gives the stored logits in transformers again."""
+    python = os.environ.get("RLJAX_TORCH_PYTHON")
+    if not python:
+        pytest.skip("set RLJAX_TORCH_PYTHON to a Python with torch and transformers")
+    for family, variant in CASES:
+        source, folder = tmp_path / "in", tmp_path / "out" / f"{family}.{variant}"
+        source.mkdir(exist_ok=True)
+        stored = write_folder(source, family, variant)
+        cfg = hf.load_config(source)
+        hf.save_params(hf.load_params(source, cfg), cfg, folder)
+        np.savez(folder / "stored.npz", ids=stored["ids"], logits=stored[f"logits/{variant}"])
+    command = [python, "-c", LOAD, str(tmp_path / "out")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    worst = json.loads(run.stdout.splitlines()[-1])
+    assert set(worst) == {f"{family}.{variant}" for family, variant in CASES}
+    assert max(worst.values()) <= 1e-4, worst
