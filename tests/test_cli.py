@@ -40,6 +40,10 @@ class Loss:
     clip: float = 0.2
 
 @dataclasses.dataclass(frozen=True)
+class Adapter:
+    rank: int
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Settings.
 
@@ -59,6 +63,8 @@ class Config:
     optimiser: OptimiserConfig = OptimiserConfig()
     mesh: MeshConfig = MeshConfig()
     decode: Decode = Decode()
+    adapter: Adapter | None = None  # cannot be made without a rank
+    regulariser: Loss | None = None
     tensorboard: bool = False
     fail: str = ""
 
@@ -142,6 +148,7 @@ def test_code_is_no_option(project, capsys):
     assert "--group INT completions per prompt." in text  # from the class's docstring
     assert "--decode.slots {None}|INT sequences side by side." in text
     assert "--loss" not in text and "--task" not in text and "clip " not in text
+    assert "--adapter" not in text and "--regulariser" not in text
 
 
 @pytest.mark.parametrize(

@@ -131,11 +131,19 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, _Leaf]]:
         name, value, hint = field.name, getattr(config, field.name), hints[field.name]
         inner = _dataclass_of(hint)
         if inner is not None:
-            value = inner() if value is None and _all_simple(inner) else value
+            value = _default(inner) if value is None else value
             if dataclasses.is_dataclass(value) and _all_simple(type(value)):
                 yield from _leaves(value, f"{prefix}{name}.")
         elif _simple_part(hint) is not None and _is_plain(value):
             yield prefix + name, _Leaf(_simple_part(hint), value, texts.get(name, ""))
+
+
+def _default(cls: Any) -> Any:
+    """What stands for an absent dataclass while one field of it is set, None if nothing can."""
+    required = dataclasses.MISSING
+    fields = dataclasses.fields(cls)
+    optional = all(f.default is not required or f.default_factory is not required for f in fields)
+    return cls() if optional else None
 
 
 def _all_simple(cls: Any) -> bool:
@@ -184,7 +192,7 @@ def _replaced(config: Any, names: list[str], value: Any) -> Any:
     if rest:
         inner = getattr(config, name)
         if inner is None:
-            inner = _dataclass_of(typing.get_type_hints(type(config))[name])()
+            inner = _default(_dataclass_of(typing.get_type_hints(type(config))[name]))
         value = _replaced(inner, rest, value)
     return dataclasses.replace(config, **{name: value})
 

@@ -145,7 +145,7 @@ def _seed(seed: int, uid: int) -> int:
 
 def _mean(values: np.ndarray) -> float:
     kept = values[np.isfinite(values)]
-    return float(kept.mean()) if kept.size else float("nan")
+    return float(kept.mean(dtype=np.float64)) if kept.size else float("nan")
 
 
 def run(config: Config, workdir: str | Path, resume: bool = False) -> dict[str, Any]:
