@@ -84,6 +84,7 @@ class Policy:
             slots=self.decode.slots or slots,
             cache_length=max(length, bucket),
             prompt_buckets=(bucket,),
+            prefill_rows=min(8, slots),
             steps_per_call=self.decode.steps_per_call,
         )
         self._engine = engine.make_engine(self.cfg, size, self.decode_layout, self.precision)

@@ -39,7 +39,7 @@ class Record:
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with the named fields changed."""
-        return dataclasses.replace(self, **changes)  # pyright: ignore[reportType]
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
 
 class Metric(Record):

@@ -167,9 +167,9 @@ def hidden(
         far = jnp.iinfo(jnp.int32).max
 
         def scanned(state: Any, inputs: Any) -> Any:
-            p, layer, kind = inputs
+            (x, carry), (p, layer, kind) = state, inputs
             window = jnp.where(kind == 1, cfg.window or far, far) if any(local) else None
-            return block(*state, p, layer, kind if any(local) else 0, window), None
+            return block(x, carry, p, layer, kind if any(local) else 0, window), None
 
         body = jax.checkpoint(scanned) if remat == "block" else scanned
         (x, carry), _ = jax.lax.scan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,8 @@ def dot(x: Array, w: Array, precision: Precision, inputs: int = 1) -> Array:
     The backward products take operands in `precision.products` too (autodiff alone would take the
     incoming gradient in float32, which AMX and the MXU run several times slower).
     """
-    return _dot(x, w, inputs, precision.products).astype(x.dtype)
+    out: Any = _dot(x, w, inputs, precision.products)
+    return out.astype(x.dtype)
 
 
 def rms_norm(x: Array, weight: Array, eps: float, plus_one: bool = False) -> Array:

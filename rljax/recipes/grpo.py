@@ -131,7 +131,7 @@ class Run:
         if "logp_ref" in config.loss.needs:
             self.reference = jax.tree.map(jnp.copy, policy.params)
         self.state = steps.make_init(policy.cfg, self.optimiser, policy.layout)(policy.params)
-        self.loss_ready = False
+        self.state = self.state.replace(loss_state=config.loss.init(_blank(config)))
         self.number = 0
         self.last: Step | None = None
 
@@ -203,12 +203,13 @@ class Run:
         drawn = self._collect(0)
         values = sync.statistics(drawn)  # of all that was sampled, before any choice
         for draw in range(1, self.config.refill + 1):
-            keep, flat = np.flatnonzero(drawn.mixed()), np.flatnonzero(~drawn.mixed())
+            mixed = drawn.mixed()
+            keep, flat = np.flatnonzero(mixed).tolist(), np.flatnonzero(~mixed).tolist()
             if len(keep) >= self.config.prompts:
                 break
             more = drawn.take([*keep, *flat]).join(self._collect(draw))
             mixed = more.mixed()
-            order = [*np.flatnonzero(mixed), *np.flatnonzero(~mixed)]
+            order = [*np.flatnonzero(mixed).tolist(), *np.flatnonzero(~mixed).tolist()]
             drawn = more.take(order[: self.config.prompts])
             values["reward/refills"] = float(draw)
         return drawn, values
@@ -216,10 +217,8 @@ class Run:
     def _rows(self, prompt: Any, length: Any, response: Any) -> Sequences:
         """Cuts each group into `rows_split` rows that repeat its prompt."""
         split, (P, G, T) = self.rows_split, response.shape
-        return Sequences(
-            np.repeat(prompt, split, 0), np.repeat(length, split, 0),
-            response.reshape(P * split, G // split, T),
-        )  # fmt: skip
+        rows: Any = (np.repeat(prompt, split, 0), np.repeat(length, split, 0))
+        return Sequences(*rows, response.reshape(P * split, G // split, T))
 
     def step(self) -> Step:
         """Does one step: rollout, the log-probs that the loss reads, updates."""
@@ -235,9 +234,6 @@ class Run:
             if "logp_old" in loss.needs and not self.step_cfg.on_policy:
                 batch = batch.replace(logp_old=self.score(self.state.params, rows)["logp"])
             jax.block_until_ready(batch)
-        if not self.loss_ready:
-            self.state = self.state.replace(loss_state=loss.init(batch))
-            self.loss_ready = True
         with self.display.phase("train"):
             means = []
             for part in range(config.updates):
@@ -289,10 +285,8 @@ class Run:
 
     def restore(self, saver: runs.Saver) -> None:
         """Goes on from the last complete checkpoint."""
-        shape = base.Batch(*(_blank(f.name, self.config) for f in dataclasses.fields(base.Batch)))  # pyright: ignore
-        self.state = self.state.replace(loss_state=self.config.loss.init(shape))
         self.state, meta = saver.restore(self.state)
-        self.loss_ready, self.number, self.seed = True, meta["number"], meta["seed"]
+        self.number, self.seed = meta["number"], meta["seed"]
         self.stream = sources.PromptStream(self.task.train, self.seed)
         self.stream.load(meta["data"])
         self.policy.update(self.state.params, self.number)
@@ -309,13 +303,17 @@ class _Part:
         return x[self.index * size : (self.index + 1) * size]
 
 
-def _blank(name: str, config: Config) -> Any:
-    """A field of a batch in the shape this config will have, for the loss state's own shapes."""
-    B = config.prompts * config.group
-    tokens = ("mask", "logp_sampler", "logp_old", "logp_ref")
-    if name in tokens:
-        return np.zeros((B, 1), np.float32)
-    return np.zeros(B, np.int32) if name in ("group", "length") else np.zeros(B, np.float32)
+def _blank(config: Config) -> base.Batch:
+    """A batch of this config's size with nothing in it, from which a loss makes its first state."""
+    B = config.prompts // config.updates * config.group
+    tokens, rows = np.zeros((B, 1), np.float32), np.zeros(B, np.float32)
+    count = np.zeros(B, np.int32)
+    arrays: Any = {
+        **dict.fromkeys(("mask", "logp_sampler", "logp_old", "logp_ref"), tokens),
+        **dict.fromkeys(("reward", "truncated"), rows),
+        **dict.fromkeys(("group", "length"), count),
+    }
+    return base.Batch(**arrays)
 
 
 class _Compiled:
@@ -325,8 +323,9 @@ class _Compiled:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on)
 
-    def _on(self, name: str, seconds: float, **_: Any) -> None:
-        self.count += name == "/jax/core/compile/backend_compile_duration"
+    def _on(self, event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
+        self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
 _compiled = _Compiled()

@@ -126,15 +126,15 @@ def to_arrays(
                 f"completion {i} has {n} ids and {len(c.logp)} log-probs; both are per token"
             )
         response[i, :n], logp[i, :n] = c.ids, c.logp
-    batch = Batch(
-        mask=(np.arange(T) < length[:, None]).astype(np.float32),  # pyright: ignore[reportArgumentType]
-        reward=rollout.reward,  # pyright: ignore[reportArgumentType]
-        group=np.repeat(np.arange(P, dtype=np.int32), G),  # pyright: ignore[reportArgumentType]
-        length=length,  # pyright: ignore[reportArgumentType]
-        truncated=np.asarray([c.stop_reason == "length" for c in rollout.flat], np.float32),  # pyright: ignore[reportArgumentType]
-        logp_sampler=logp,  # pyright: ignore[reportArgumentType]
-    )
-    return prompt, prompt_length, response.reshape(P, G, T), batch
+    arrays: Any = {
+        "mask": (np.arange(T) < length[:, None]).astype(np.float32),
+        "reward": rollout.reward,
+        "group": np.repeat(np.arange(P, dtype=np.int32), G),
+        "length": length,
+        "truncated": np.asarray([c.stop_reason == "length" for c in rollout.flat], np.float32),
+        "logp_sampler": logp,
+    }
+    return prompt, prompt_length, response.reshape(P, G, T), Batch(**arrays)
 
 
 def statistics(rollout: Rollout) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ class MeshConfig:
     tensor: int = 1
 
 
-def make_mesh(cfg: MeshConfig, devices: list[jax.Device] | np.ndarray | None = None) -> Mesh:
+def make_mesh(cfg: MeshConfig, devices: Any = None) -> Mesh:
     """Returns a mesh with axes (data, fsdp, tensor) over `devices`, by default all of them.
 
     Axes are Auto: the compiler propagates shardings between our constraints.
