@@ -12,7 +12,7 @@ import numpy as np
 from rljax import metrics, progress, provenance
 from rljax import policy as policies
 from rljax.data import prompts as sources
-from rljax.losses import base, distill
+from rljax.losses import algorithms, base
 from rljax.models import decoder, layers
 from rljax.recipes import workdir as runs
 from rljax.sharding import mesh, rules
@@ -113,7 +113,7 @@ class Run:
             runs.round_up(max(len(c) for _, c in self.rows)),
         )
         self.stream = sources.PromptStream(self.rows, config.seed)
-        loss = distill.nll()
+        loss = algorithms.sft()
         optimiser = optimisers.make_optimiser(config.optimiser, config.steps)
         step_cfg = steps.StepConfig(
             config.microbatches, remat=config.remat, precision=config.precision
