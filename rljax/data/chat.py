@@ -311,6 +311,8 @@ class Tokenizer:
     @functools.cached_property
     def _continuing(self) -> tokenizers.Tokenizer:
         """The backend without the space that some put before every text."""
+        if isinstance(self.backend.model, tokenizers.models.WordLevel):
+            return self.backend  # one id a character, and "a" may be none of them
         first = self.backend.encode("a", add_special_tokens=False).tokens
         if not first or first[0][0] not in "▁Ġ":
             return self.backend

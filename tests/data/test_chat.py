@@ -409,5 +409,6 @@ def test_characters_are_a_vocabulary():
     assert ids == [3, 4, 12, 5, 13, 14, 15]
     assert tokenizer.decode([*ids, 1, 0]) == "12+3= \n"
     assert tokenizer.decode([1], special=True) == "<eos>"
+    assert tokenizer.extend(ids[:2], "=5") == [3, 4, 13, 7]
     with pytest.raises(ValueError, match=r"\['x', 'é'\]"):
         tokenizer.encode("1xé")
