@@ -8,7 +8,6 @@ complete. A process killed at any moment leaves the checkpoints before it as the
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -284,19 +283,17 @@ def _storage_reason(error: Exception) -> str | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the tracebacks that Orbax's threads log beside the exception that reaches us."""
+    """Silences the tracebacks that Orbax's threads log beside the exception that reaches us.
+
+    After a failure for good: its threads end, and its futures are collected, at some later time.
+    """
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio", "concurrent.futures")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    except Exception:
-        gc.collect()  # asyncio reports a lost exception when its future is collected
-        raise
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class FakePolicy:
         )
 
 
-def judge(texts: list[str], examples: list[Any]) -> list[float | None]:
+def judge(texts: Sequence[str], examples: Sequence[Any]) -> list[float | None]:
     del examples
     return [None if text == "unclear" else float(text == "right") for text in texts]
 
