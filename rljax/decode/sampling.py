@@ -1,10 +1,14 @@
-"""Draws the next token: temperature, top-k, top-p, min-p; one uniform number a row.
+"""Draws the next token: temperature, top-k, top-p, min-p; one hash a row.
 
-By inverse CDF in two levels instead of a random number per logit (`jax.random.categorical`), which
-on a CPU costs as much as the model: 3.5 against 0.4 ms for 32 x 4,096 logits.
+By inverse CDF in two levels, a block of the vocabulary and then a token of it, instead of a random
+number and a logarithm a logit (`jax.random.categorical`). Limits are found by bisection instead of
+a sort. CPU time on XLA's CPU backend for 32 rows of 49,152 logits: 4 ms to draw, 35 to 42 ms for a
+limit; a sort takes 500 ms, and the 135M-parameter model around it about 200.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +17,6 @@ from jax import lax
 from rljax.types import Array, Record
 
 LOWEST = -1e30
-BLOCK = 64  # columns of the second level
 
 
 class Sampling(Record):
@@ -32,57 +35,103 @@ class Sampling(Record):
 
 
 def uniform(seed: Array, sample: Array, index: Array) -> Array:
-    """[B] float32 in [0, 1): a function of request seed, sample number and token index alone."""
+    """[B, 2] float32 in [0, 1): a function of request seed, sample number and token index alone."""
 
     def one(seed: Array, sample: Array, index: Array) -> Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), index)
-        return jax.random.uniform(key)
+        return jax.random.uniform(key, (2,))
 
     return jax.vmap(one)(seed, sample, index)
 
 
-def _filtered(z: Array, s: Sampling) -> Array:
-    """Logits [B, V] at the temperature, with what the filters drop at LOWEST."""
-    order = -jnp.sort(-z, -1)
-    rank = jnp.arange(z.shape[-1])
-    k = jnp.where(s.top_k > 0, s.top_k, z.shape[-1])[:, None]
-    order = jnp.where(rank < k, order, LOWEST)
-    p = jax.nn.softmax(order, -1)
-    before = jnp.cumsum(p, -1) - p
-    keep = (rank < k) & (before < s.top_p[:, None]) & (p >= s.min_p[:, None] * p[:, :1])
-    keep = keep.at[:, 0].set(True)  # the most likely token always stays
-    least = jnp.min(jnp.where(keep, order, jnp.inf), -1, keepdims=True)
-    return jnp.where(z >= least, z, LOWEST)
+def _ordered(z: Array) -> Array:
+    """uint32 with the order of the float32 values."""
+    bits = lax.bitcast_convert_type(z, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _draw(z: Array, u: Array) -> tuple[Array, Array]:
-    """Inverse-CDF draw from softmax(z) [B, V] with u [B]: token [B] and its log-prob [B]."""
+def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
+    """Largest uint32 x [rows] with holds(x) [rows]: true up to some x, false above."""
+
+    def body(i: Array, x: Array) -> Array:
+        tried = x | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(holds(tried), tried, x)
+
+    return lax.fori_loop(0, 32, body, jnp.zeros(rows, jnp.uint32))
+
+
+def _limits(z: Array, s: Sampling) -> Array:
+    """Least logit [B] that the filters keep, of logits [B, V] at the temperature.
+
+    top-k: the largest x with at least k logits >= x. top-p: the largest x such that the tokens >= x
+    hold mass p. Both by deciding the 32 bits of x one after the other, which is exact.
+    """
     B, V = z.shape
-    z = jnp.pad(z, ((0, 0), (0, -V % BLOCK)), constant_values=LOWEST)
-    top = jnp.max(z, -1)
-    blocks = jnp.exp(z - top[:, None]).reshape(B, -1, BLOCK)
-    cdf = jnp.cumsum(blocks.sum(-1), -1)
-    total = cdf[:, -1]
-    at = u * total
-    # Counts, clipped: rounding may leave `at` past the last edge.
-    j = jnp.minimum(jnp.sum(cdf <= at[:, None], -1), cdf.shape[1] - 1)
-    edge = jnp.take_along_axis(cdf, jnp.maximum(j - 1, 0)[:, None], -1)[:, 0]
-    rest = at - jnp.where(j > 0, edge, 0.0)
-    inside = jnp.take_along_axis(blocks, j[:, None, None], 1)[:, 0]
-    i = jnp.minimum(jnp.sum(jnp.cumsum(inside, -1) <= rest[:, None], -1), BLOCK - 1)
-    possible = jnp.take_along_axis(inside, i[:, None], -1)[:, 0] > 0
-    i = jnp.where(possible, i, jnp.argmax(inside, -1))
-    token = j * BLOCK + i
-    logp = jnp.take_along_axis(z, token[:, None], -1)[:, 0] - top - jnp.log(total)
-    return token, logp
+    order, top = _ordered(z), jnp.max(z, -1)
+
+    def by_count() -> Array:
+        k = jnp.where(s.top_k > 0, s.top_k, V)
+        return _largest(lambda x: jnp.sum(order >= x[:, None], -1) >= k, B)
+
+    none = jnp.zeros(B, jnp.uint32)
+    least = lax.cond(jnp.any(s.top_k > 0), by_count, lambda: none)
+
+    def by_mass() -> Array:
+        p = jnp.where(order >= least[:, None], jnp.exp(z - top[:, None]), 0.0)
+        wanted = s.top_p * jnp.sum(p, -1)
+        found = _largest(lambda x: jnp.sum(jnp.where(order >= x[:, None], p, 0.0), -1) >= wanted, B)
+        return jnp.where(s.top_p < 1.0, jnp.maximum(found, least), least)
+
+    least = lax.cond(jnp.any(s.top_p < 1.0), by_mass, lambda: least)
+    # p >= min_p * max p
+    by_ratio = jnp.where(s.min_p > 0.0, top + jnp.log(jnp.maximum(s.min_p, 1e-30)), LOWEST)
+    least = jnp.maximum(least, _ordered(by_ratio))
+    return jnp.min(jnp.where(order >= least[:, None], z, top[:, None]), -1)
 
 
-def sample(logits: Array, u: Array, s: Sampling) -> tuple[Array, Array, Array]:
+def _pick(mass: Array, u: Array) -> tuple[Array, Array]:
+    """Index [B] drawn in proportion to mass [B, n] with u [B], and the total mass [B].
+
+    The running sum is a product with a triangle of ones (XLA's CPU backend unrolls `cumsum` into
+    many small loops). What has no mass is never drawn, whatever the rounding of the sum.
+    """
+    n = mass.shape[1]
+    cdf = jnp.dot(mass, jnp.triu(jnp.ones((n, n), mass.dtype)), precision=lax.Precision.HIGHEST)
+    passed = (cdf > (u * cdf[:, -1])[:, None]) & (mass > 0)
+    index = jnp.where(jnp.any(passed, -1), jnp.argmax(passed, -1), jnp.argmax(mass, -1))
+    return index, cdf[:, -1]
+
+
+def _draw(z: Array, least: Array, u: Array) -> tuple[Array, Array]:
+    """Inverse-CDF draw from softmax(z) [B, V] over z >= least [B], with u [B, 2].
+
+    Returns token [B] and its log-prob [B].
+    """
+    B, V = z.shape
+    block = 1 << max(V - 1, 1).bit_length() // 2  # both levels about sqrt(V)
+    z = jnp.pad(z, ((0, 0), (0, -V % block)), constant_values=LOWEST).reshape(B, -1, block)
+    top = jnp.max(z, (1, 2))
+
+    def mass(z: Array) -> Array:
+        over = (slice(None),) + (None,) * (z.ndim - 1)
+        return jnp.where(z >= least[over], jnp.exp(z - top[over]), 0.0)
+
+    j, total = _pick(mass(z).sum(-1), u[:, 0])
+    chosen = jnp.take_along_axis(z, j[:, None, None], 1)[:, 0]  # [B, block]
+    i, _ = _pick(mass(chosen), u[:, 1])
+    logp = jnp.take_along_axis(chosen, i[:, None], -1)[:, 0] - top - jnp.log(total)
+    return j * block + i, logp
+
+
+def sample(
+    logits: Array, u: Array, s: Sampling, allowed: Array | None = None
+) -> tuple[Array, Array, Array]:
     """Draws a token a row.
 
     Args:
-      logits: [B, V] float32; ids that must not be drawn at -1e30 or below.
-      u: [B] float32 in [0, 1).
+      logits: [B, V] float32; ids that are in no softmax at -1e30 or below.
+      u: [B, 2] float32 in [0, 1).
+      allowed: [V] bool, ids that may be drawn; None = all. The others stay in the full softmax.
 
     Returns:
       token [B] int32; its log-prob [B] under the distribution drawn from (0 where greedy); its
@@ -92,15 +141,25 @@ def sample(logits: Array, u: Array, s: Sampling) -> tuple[Array, Array, Array]:
     greedy = s.temperature == 0.0
     temperature = jnp.where(greedy, 1.0, s.temperature)
     z = logits / temperature[:, None]
+    if allowed is not None:
+        z = jnp.where(allowed, z, LOWEST)
     filters = jnp.any((s.top_k > 0) | (s.top_p < 1.0) | (s.min_p > 0.0))
-    z = lax.cond(filters, lambda z: _filtered(z, s), lambda z: z, z)
-    drawn, logp = _draw(z, u)
-    token = jnp.where(greedy, jnp.argmax(logits, -1), drawn).astype(jnp.int32)
+    # The limits leave the conditional, not the filtered logits: those would be a copy of [B, V].
+    everything = jnp.full(z.shape[0], LOWEST / 2)
+    least = lax.cond(filters, lambda z: _limits(z, s), lambda _: everything, z)
+    token, logp = _draw(z, least, u)
+    best = lax.cond(
+        jnp.any(greedy), lambda z: jnp.argmax(z, -1), lambda _: jnp.zeros_like(token), z
+    )
+    token = jnp.where(greedy, best, token).astype(jnp.int32)
 
     def full(token: Array) -> Array:
         picked = jnp.take_along_axis(logits, token[:, None], -1)[:, 0]
         return picked - jax.nn.logsumexp(logits, -1)
 
-    same = jnp.all(s.temperature == 1.0) & ~filters
-    logp_full = lax.cond(same, lambda token: logp, full, token)
+    if allowed is None:
+        same = jnp.all(s.temperature == 1.0) & ~filters
+        logp_full = lax.cond(same, lambda _: logp, full, token)
+    else:
+        logp_full = full(token)
     return token, jnp.where(greedy, 0.0, logp), logp_full
