@@ -72,10 +72,11 @@ class _Case:
         self.anchors = [n for n in sorted(loss.needs) if n.startswith("logp_")]
         names = sorted(loss.needs - MARKS - {f.name for f in dataclasses.fields(self.raw)})  # pyright: ignore
         self.live = {n: _uniform(rng, (rows, length), 0.1, 2.0) for n in names} | (live or {})
+        self.live, self.raw = jax.device_get((self.live, self.raw))  # numpy: no small programs
         noise = [getattr(self.raw, n) for n in self.anchors] or [
             _uniform(rng, (rows, length), -3, -1)
         ]
-        self.logp = noise[0] + _uniform(rng, (rows, length), -0.3, 0.3)
+        self.logp = np.asarray(noise[0]) + _uniform(rng, (rows, length), -0.3, 0.3)
         self.traces = 0
         self.part = jax.jit(self._part, compiler_options=_quick())
         self.whole = jax.jit(self._whole, compiler_options=_quick())
@@ -92,8 +93,14 @@ class _Case:
         batch, state = self.loss.prepare(raw, state)
         return *self._part(logp, batch, state, live), batch, state
 
+    def run(self, logp: Any = None, raw: Any = None, live: Any = None) -> tuple[Any, ...]:
+        """`whole` from the first state, on changed inputs, as numpy."""
+        logp, raw = self.logp if logp is None else logp, raw or self.raw
+        state = self.loss.init(jax.tree.map(jnp.asarray, raw))
+        return jax.device_get(self.whole(logp, raw, state, live or self.live))
+
     def first_run(self) -> None:
-        state = self.loss.init(self.raw)
+        state = self.loss.init(jax.tree.map(jnp.asarray, self.raw))
         try:
             out = self.whole(self.logp, self.raw, state, self.live)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
@@ -103,9 +110,10 @@ class _Case:
                 f"needs: the loss fails on a batch with what it names, {sorted(self.loss.needs)}; "
                 f"does a member read another field or live array? {type(error).__name__}: {error}"
             ) from error
-        self.value, self.gradient, self.metrics, self.batch, self.state = out
+        self.state = out[-1]
+        self.value, self.gradient, self.metrics, self.batch = jax.device_get(out[:-1])
         policy = self.batch.weight * self.batch.advantage
-        self.scale = jnp.sum(jnp.abs(policy)) + jnp.sum(jnp.abs(self.gradient))  # of the value
+        self.scale = np.sum(np.abs(policy)) + np.sum(np.abs(self.gradient))  # of the value
         _expect(_finite(out[:3]), "finite", "value, gradient or metrics are not, on ordinary data")
 
 
@@ -119,10 +127,10 @@ def random_batch(loss: LossTransform, rng: np.random.Generator) -> Batch:
     ids = np.arange(rows) // group
     reward = np.where(ids == 2, 1.0, rng.normal(size=rows)).astype(np.float32)
     sequence = {
-        "reward": jnp.asarray(reward),
-        "group": jnp.asarray(3 * ids + 1, jnp.int32),
-        "length": jnp.asarray(lengths, jnp.int32),
-        "truncated": jnp.asarray(lengths == length, jnp.float32),
+        "reward": reward,
+        "group": np.asarray(3 * ids + 1, np.int32),
+        "length": np.asarray(lengths, np.int32),
+        "truncated": np.asarray(lengths == length, np.float32),
     }
     logp = _uniform(rng, mask.shape, -3.0, -0.1)
     wanted = sorted(loss.needs & {f.name for f in dataclasses.fields(Batch)})  # pyright: ignore
@@ -130,11 +138,12 @@ def random_batch(loss: LossTransform, rng: np.random.Generator) -> Batch:
     for name in wanted:
         token = _uniform(rng, mask.shape, -0.5, 0.5)
         values[name] = sequence.get(name, logp + token if name.startswith("logp_") else token)
-    return Batch(mask=jnp.asarray(mask), **values)
+    return jax.tree.map(jnp.asarray, Batch(mask=mask, **values))  # pyright: ignore[reportArgumentType]
 
 
 def _check_dtypes(case: _Case) -> None:
-    for logp, dtype in ((case.logp, jnp.float32), (case.logp.astype(jnp.bfloat16), jnp.bfloat16)):
+    for dtype in (jnp.float32, jnp.bfloat16):
+        logp = jax.ShapeDtypeStruct(case.logp.shape, dtype)
         out = jax.eval_shape(case._part, logp, case.batch, case.state, case.live)
         found = {"value": out[0].dtype, "gradient": out[1].dtype}
         found |= {f"metric {k}": m.sum.dtype for k, m in out[2].items()}
@@ -147,7 +156,7 @@ def _check_dtypes(case: _Case) -> None:
 
 
 def _check_state(case: _Case) -> None:
-    for leaf in jax.tree.leaves(case.loss.init(case.raw)):
+    for leaf in jax.tree.leaves(case.loss.init(jax.tree.map(jnp.asarray, case.raw))):
         ok = isinstance(leaf, jax.Array | np.ndarray)
         _expect(ok, "state", f"init returned a {type(leaf).__name__} leaf; make it a jax array")
     leaves, tree = jax.tree.flatten(case.state)
@@ -169,20 +178,18 @@ def _check_traces_once(case: _Case) -> None:
 
 def _check_padding(case: _Case) -> None:
     outside = case.raw.mask <= 0
-    fill = jnp.asarray(np.resize(np.asarray(GARBAGE, np.float32), outside.shape))
+    fill = np.resize(np.asarray(GARBAGE, np.float32), outside.shape)
 
     def spoil(x: Any) -> Any:
-        token = getattr(x, "shape", ()) == outside.shape and jnp.issubdtype(x.dtype, jnp.floating)
-        return jnp.where(outside, fill, x) if token else x
+        token = x.shape == outside.shape and jnp.issubdtype(x.dtype, jnp.floating)
+        return np.where(outside, fill, x) if token else x
 
     raw = jax.tree.map(spoil, case.raw).replace(mask=case.raw.mask)
-    state = case.loss.init(case.raw)
     live = jax.tree.map(spoil, case.live)
-    value, gradient, metrics, *_ = case.whole(spoil(case.logp), raw, state, live)
+    value, gradient, metrics, *_ = case.run(spoil(case.logp), raw, live)
     what = "NaN, inf and 1e30 under the mask"
     for found in (gradient, case.gradient):
-        leak = jnp.where(outside, found, 0.0)
-        _expect(jnp.all(leak == 0), "padding", "tokens under the mask have a gradient")
+        _expect(np.all(found[outside] == 0), "padding", "tokens under the mask have a gradient")
     same = _close(value, case.value, case.scale)
     _expect(same, "padding", f"{what} changed the value from {case.value} to {value}")
     _expect(_close(gradient, case.gradient), "padding", f"{what} changed the gradient")
@@ -201,8 +208,8 @@ def _check_microbatches(case: _Case) -> None:
                 lambda x, start=start, cut=cut: x[start : start + cut],
                 (case.logp, case.batch, case.live),
             )
-            parts.append(case.part(piece[0], piece[1], case.state, piece[2]))
-        gradient = jnp.concatenate([p[1] for p in parts])
+            parts.append(jax.device_get(case.part(piece[0], piece[1], case.state, piece[2])))
+        gradient = np.concatenate([p[1] for p in parts])
         metrics = {k: _sum([p[2][k] for p in parts]) for k in case.metrics}
         _same(case, f"{pieces} microbatches", _sum([p[0] for p in parts]), gradient, metrics)
 
@@ -215,7 +222,7 @@ def _check_devices(case: _Case) -> None:
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     logp, raw, live = jax.device_put((case.logp, case.raw, case.live), rows)
-    state = jax.device_put(case.loss.init(case.raw), everywhere)
+    state = jax.device_put(case.loss.init(raw), everywhere)
     before = case.traces
     value, gradient, metrics, *_ = case.whole(logp, raw, state, live)
     case.traces = before
@@ -224,38 +231,38 @@ def _check_devices(case: _Case) -> None:
 
 def _check_ratio_one(case: _Case) -> None:
     raw = case.raw.replace(**dict.fromkeys(case.anchors, case.logp))
-    *_, batch, state = case.whole(case.logp, raw, case.loss.init(raw), case.live)
-    nothing = batch.replace(advantage=jnp.zeros_like(batch.advantage))
-    _, with_advantage, _ = case.part(case.logp, batch, state, case.live)
+    _, gradient, _, batch, state = case.run(raw=raw)
+    nothing = batch.replace(advantage=np.zeros_like(batch.advantage))
     _, without, _ = case.part(case.logp, nothing, state, case.live)
-    found = with_advantage - without
+    found = gradient - np.asarray(without)
     wanted = -batch.weight * batch.advantage  # pyright: ignore[reportOptionalOperand]
     _expect(
         _close(found, wanted),
         "ratio 1",
         "where policy and anchor agree the gradient is not REINFORCE's -weight * advantage "
-        f"(largest difference {jnp.max(jnp.abs(found - wanted)):.3g}, largest gradient "
-        f"{jnp.max(jnp.abs(wanted)):.3g}); on_policy=False if the loss is meant to differ",
+        f"(largest difference {np.max(np.abs(found - wanted)):.3g}, largest gradient "
+        f"{np.max(np.abs(wanted)):.3g}); on_policy=False if the loss is meant to differ",
     )
 
 
 def _check_all_masked(case: _Case) -> None:
-    raw = case.raw.replace(mask=jnp.zeros_like(case.raw.mask))
-    value, gradient, metrics, *_ = case.whole(case.logp, raw, case.loss.init(raw), case.live)
-    ok = value == 0 and bool(jnp.all(gradient == 0))
+    raw = case.raw.replace(mask=np.zeros_like(case.raw.mask))
+    value, gradient, metrics, _, state = case.run(raw=raw)
+    ok = value == 0 and np.all(gradient == 0)
     _expect(ok, "all masked", f"a batch without trained tokens gives value {value}, not 0")
-    _expect(_finite(metrics), "all masked", "a metric is not finite without trained tokens")
+    what = "a batch without trained tokens makes a metric or the state non-finite"
+    _expect(_finite((metrics, state)), "all masked", f"{what}; divide by jnp.maximum(count, 1.0)")
 
 
 def _check_extremes(case: _Case) -> None:
     rows, length = case.logp.shape
     place = np.arange(rows * length).reshape(rows, length)
-    shift = jnp.asarray(np.where(place % 2, 1000.0, -1000.0), jnp.float32)
-    state = case.loss.init(case.raw)
-    out = case.whole(case.logp + shift, case.raw, state, case.live)
+    lower = np.where(place % 2, np.float32(1000.0), np.float32(0.0))  # the policy or the anchor
+    anchors = {n: getattr(case.raw, n) - (1000.0 - lower) for n in case.anchors}
+    out = case.run(case.logp - lower, case.raw.replace(**anchors))
     _expect(_finite(out[:3]), "extremes", "log ratios of +-1000 give NaN or inf; clamp before exp")
-    banned = case.logp.at[0, 0].set(-jnp.inf)
-    value, gradient, metrics, *_ = case.whole(banned, case.raw, state, case.live)
+    banned = np.where(place == 0, -np.float32(np.inf), case.logp)
+    value, gradient, metrics, *_ = case.run(banned)
     ok = _finite((value, gradient, metrics)) and gradient[0, 0] == 0
     _expect(ok, "extremes", "a sampled token of log-prob -inf gives NaN, inf or a gradient there")
 
@@ -288,7 +295,7 @@ def _quick() -> dict[str, Any]:
 
 
 def _finite(tree: Any) -> bool:
-    return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(tree))
+    return all(np.all(np.isfinite(np.asarray(x))) for x in jax.tree.leaves(tree))
 
 
 def _sum(parts: list[Any]) -> Any:
@@ -298,8 +305,8 @@ def _sum(parts: list[Any]) -> Any:
     return total
 
 
-def _uniform(rng: np.random.Generator, shape: tuple[int, ...], low: float, high: float) -> Array:
-    return jnp.asarray(rng.uniform(low, high, shape), jnp.float32)
+def _uniform(rng: np.random.Generator, shape: tuple[int, ...], low: float, high: float) -> Any:
+    return rng.uniform(low, high, shape).astype(np.float32)
 
 
 def _expect(ok: Any, rule: str, fact: str) -> None:

@@ -23,8 +23,8 @@ Singleton = Literal["zero", "raw"]
 
 
 def group_ids(group: Array) -> Array:
-    """Numbers the groups 0, 1, ...: [B] ids of any value -> [B] ids below B."""
-    return jnp.unique(group, return_inverse=True, size=group.shape[0])[1].reshape(-1)
+    """The first row of each row's group: [B] ids of any value -> [B] ids below B."""
+    return jnp.argmax(group[:, None] == group[None, :], axis=1)
 
 
 def group_centre(singleton: Singleton = "zero") -> LossTransform:

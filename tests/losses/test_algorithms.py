@@ -82,33 +82,30 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_losses_equal_the_reference(name):
     case, loss = GOLDEN[name], POLICIES[name]
-    inputs = {k: jnp.asarray(v) for k, v in case["inputs"].items()}
+    inputs = {k: np.array(v) for k, v in case["inputs"].items()}
+    mask = inputs["mask"].astype(np.float32)
 
     def pick(logits):
-        logp = jax.nn.log_softmax(logits)
+        logp = jax.nn.log_softmax(logits.astype(jnp.float32))
         return jnp.take_along_axis(logp, inputs["actions"][..., None], -1)[..., 0]
-
-    mask = inputs["mask"].astype(jnp.float32)
-    anchors = {"mu_logits": "logp_sampler", "old_logits": "logp_old"}
-    batch = L.Batch(
-        mask=mask,
-        advantage=inputs["advantages"],
-        **{field: pick(inputs[k]) for k, field in anchors.items() if k in inputs},
-    )
-    batch, state = loss.prepare(batch, loss.init(batch))
-    weight = batch.weight
-    assert weight is not None
 
     @jax.jit
     def everything(logits):
-        logp = pick(logits)
+        anchors = {"mu_logits": "logp_sampler", "old_logits": "logp_old"}
+        given = {field: pick(inputs[k]) for k, field in anchors.items() if k in inputs}
+        batch = L.Batch(
+            mask=jnp.asarray(mask), advantage=jnp.asarray(inputs["advantages"]), **given
+        )
+        batch, state = loss.prepare(batch, loss.init(batch))
         value, by_logits = jax.value_and_grad(lambda z: loss(pick(z), batch, state)[0])(logits)
+        logp = pick(logits)
         by_logp = jax.grad(lambda x: loss(x, batch, state)[0])(logp)
         each = jnp.eye(mask.size).reshape(-1, *mask.shape)
         tokens = jax.vmap(lambda w: loss(logp, batch.replace(weight=w), state)[0])(each)
-        return value, by_logits, by_logp, tokens.reshape(mask.shape)
+        return value, by_logits, by_logp, tokens.reshape(mask.shape), batch.weight
 
-    value, by_logits, by_logp, tokens = everything(inputs["logits"])
+    out = jax.device_get(everything(inputs["logits"].astype(np.float32)))
+    value, by_logits, by_logp, tokens, weight = out
     expected = case["expected"]
     np.testing.assert_allclose(value, expected["loss"], rtol=1e-5)
     np.testing.assert_allclose(tokens, expected["per_token_loss"], rtol=1e-4, atol=1e-6)

@@ -28,8 +28,13 @@ def full_batch(**changes) -> L.Batch:
 
 def evaluate(loss: L.LossTransform, batch: L.Batch, logp=LOGP, **live):
     """(value, metrics), gradient of a raw batch."""
-    batch, state = loss.prepare(batch, loss.init(batch))
-    return jax.value_and_grad(lambda x: loss(x, batch, state, **live), has_aux=True)(logp)
+
+    @jax.jit
+    def run(logp, raw):
+        batch, state = loss.prepare(raw, loss.init(raw))
+        return jax.value_and_grad(lambda x: loss(x, batch, state, **live), has_aux=True)(logp)
+
+    return run(logp, batch)
 
 
 def test_a_block_in_a_chain_equals_its_members():

@@ -59,7 +59,8 @@ def test_the_expected_gradient_is_the_one_the_docstring_claims(kind):
 
 @pytest.mark.parametrize("kind", ["k1", "k3", "k1+", "k3+"])
 def test_the_expected_value_is_the_kl(kind):
-    np.testing.assert_allclose(expected(kind, LOGITS), forward_kl(LOGITS), rtol=1e-5)
+    value = jax.jit(lambda z: expected(kind, z))(LOGITS)
+    np.testing.assert_allclose(value, forward_kl(LOGITS), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,7 +70,8 @@ def test_importance_weights_restore_the_policy_s_expectation_on_old_samples(kind
     wanted = jax.jit(jax.value_and_grad(lambda z: expected(kind, z)))(LOGITS)
     for a, b in zip(fn(LOGITS), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    assert not np.allclose(expected(kind, LOGITS, OLD), wanted[0], rtol=1e-2)
+    plain = jax.jit(lambda z: expected(kind, z, OLD))(LOGITS)
+    assert not np.allclose(plain, wanted[0], rtol=1e-2)
 
 
 def test_the_importance_weight_needs_a_ratio():
@@ -88,7 +90,7 @@ def test_a_step_on_the_kl_alone_lowers_the_kl(kind):
 @pytest.mark.parametrize("name", ["kl_k1", "kl_k2", "kl_k3_plus"])
 def test_kl_terms_equal_the_reference(name):
     case = GOLDEN[name]
-    inputs = {k: jnp.asarray(v) for k, v in case["inputs"].items()}
+    inputs = {k: np.array(v) for k, v in case["inputs"].items()}
     kind, coefficient = case["hyperparameters"]["kind"], case["hyperparameters"]["coef"]
     loss = L.chain(L.kl_to_reference(coefficient, kind), L.token_mean())
 
@@ -96,36 +98,46 @@ def test_kl_terms_equal_the_reference(name):
         logp = jax.nn.log_softmax(logits)
         return jnp.take_along_axis(logp, inputs["actions"][..., None], -1)[..., 0]
 
-    mask = inputs["mask"].astype(jnp.float32)
-    batch = L.Batch(mask=mask, advantage=jnp.zeros_like(mask), logp_ref=pick(inputs["ref_logits"]))
-    batch, state = loss.prepare(batch, loss.init(batch))
-    fn = jax.jit(jax.value_and_grad(lambda z: loss(pick(z), batch, state), has_aux=True))
-    (value, metrics), gradient = fn(inputs["logits"])
+    @jax.jit
+    def everything(logits):
+        mask = inputs["mask"].astype(jnp.float32)
+        zeros, reference = jnp.zeros_like(mask), pick(inputs["ref_logits"])
+        batch = L.Batch(mask=mask, advantage=zeros, logp_ref=reference)
+        batch, state = loss.prepare(batch, loss.init(batch))
+        by_logp = jax.grad(lambda x: loss(x, batch, state)[0])(pick(logits))
+        fn = jax.value_and_grad(lambda z: loss(pick(z), batch, state), has_aux=True)
+        return *fn(logits), by_logp
+
+    (value, metrics), gradient, by_logp = jax.device_get(everything(inputs["logits"]))
     np.testing.assert_allclose(value, case["expected"]["loss"], rtol=1e-5)
     np.testing.assert_allclose(metrics["kl/reference"].mean, value, rtol=1e-6)
     np.testing.assert_allclose(gradient, case["expected_gradient"]["value"], rtol=1e-4, atol=1e-6)
-    coefficients = jax.jit(jax.grad(lambda x: loss(x, batch, state)[0]))(pick(inputs["logits"]))
-    wanted = np.array(case["expected"]["per_token_coefficient"]) / mask.sum()
-    np.testing.assert_allclose(coefficients, wanted, rtol=1e-4, atol=1e-6)
+    wanted = np.array(case["expected"]["per_token_coefficient"]) / np.sum(inputs["mask"])
+    np.testing.assert_allclose(by_logp, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_the_entropy_bonus_equals_the_reference():
     case = GOLDEN["entropy_bonus"]
-    mask = jnp.asarray(case["inputs"]["mask"])
+    mask = np.array(case["inputs"]["mask"], np.float32)
     loss = L.chain(L.entropy_bonus(case["hyperparameters"]["coef"]), L.token_mean())
-    batch = L.Batch(mask=mask, advantage=jnp.zeros_like(mask))
-    batch, state = loss.prepare(batch, loss.init(batch))
 
-    def value(logits):
-        logp = jax.nn.log_softmax(logits)
-        entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-        return loss(logp[..., 0], batch, state, entropy=entropy)
+    @jax.jit
+    def run(logits):
+        batch = L.Batch(mask=jnp.asarray(mask), advantage=jnp.zeros_like(mask))
+        batch, state = loss.prepare(batch, loss.init(batch))
 
-    fn = jax.jit(jax.value_and_grad(value, has_aux=True))
-    (out, metrics), gradient = fn(jnp.asarray(case["inputs"]["logits"]))
-    np.testing.assert_allclose(out, case["expected"]["loss"], rtol=1e-5)
+        def value(logits):
+            logp = jax.nn.log_softmax(logits)
+            entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+            return loss(logp[..., 0], batch, state, entropy=entropy)
+
+        return jax.value_and_grad(value, has_aux=True)(logits)
+
+    logits = np.array(case["inputs"]["logits"], np.float32)
+    (value, metrics), gradient = jax.device_get(run(logits))
+    np.testing.assert_allclose(value, case["expected"]["loss"], rtol=1e-5)
     np.testing.assert_allclose(gradient, case["expected_gradient"]["value"], rtol=1e-4, atol=1e-8)
-    wanted = np.sum(np.array(case["expected"]["entropy"]) * np.asarray(mask)) / 3
+    wanted = np.sum(np.array(case["expected"]["entropy"]) * mask) / 3
     np.testing.assert_allclose(metrics["entropy"].mean, wanted, rtol=1e-5)
 
 

@@ -15,24 +15,20 @@ SHAPE = (3, 8)
 
 
 def run(*surrogates: L.LossTransform):
-    """Per-token (-loss as the value's gradient in the weight, coefficient, metrics) on the grid."""
+    """(per-token objective, its gradient, metrics) on the grid."""
     loss = L.chain(L.token_ratio(), *surrogates, L.token_sum())
-    logp = jnp.broadcast_to(jnp.log(RATIO) - 1.0, SHAPE)
-    batch = L.Batch(
-        mask=jnp.ones(SHAPE),
-        advantage=jnp.broadcast_to(ADVANTAGE, SHAPE),
-        logp_old=jnp.full(SHAPE, -1.0),
-    )
-    batch, state = loss.prepare(batch, loss.init(batch))
 
-    def one(weight, x):
-        return loss(x, batch.replace(weight=weight), state)[0]
+    @jax.jit
+    def everything(logp, advantage):
+        batch = L.Batch(mask=jnp.ones(SHAPE), advantage=advantage, logp_old=jnp.full(SHAPE, -1.0))
+        batch, state = loss.prepare(batch, loss.init(batch))
+        gradient, metrics = jax.grad(lambda x: loss(x, batch, state), has_aux=True)(logp)
+        each = jnp.eye(24).reshape(24, *SHAPE)
+        tokens = jax.vmap(lambda w: loss(logp, batch.replace(weight=w), state)[0])(each)
+        return -tokens.reshape(SHAPE), -gradient, metrics
 
-    each = jnp.eye(24).reshape(24, *SHAPE)
-    tokens = jax.jit(jax.vmap(one, (0, None)))(each, logp).reshape(SHAPE)
-    fn = jax.jit(jax.grad(lambda x: loss(x, batch, state), has_aux=True))
-    gradient, metrics = fn(logp)
-    return -tokens, -gradient, metrics
+    logp = np.broadcast_to(np.log(RATIO) - 1, SHAPE)
+    return jax.device_get(everything(logp, np.broadcast_to(ADVANTAGE, SHAPE)))
 
 
 def test_clip_ratio_equals_the_minimum_of_the_paper():
