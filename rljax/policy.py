@@ -21,6 +21,8 @@ from rljax.sharding import mesh, reshard, rules
 
 Prompt = str | Sequence[dict[str, str]]
 
+MOST_SLOTS = 64  # of an engine that requests alone sized
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
@@ -71,18 +73,17 @@ class Policy:
         self.params, self.version, self._tree = params, version, None
 
     def reserve(self, slots: int, prompt_tokens: int, new_tokens: int) -> engine.Engine:
-        """Returns an engine with room for requests of this size, building one if there is none."""
-        length = -(-(prompt_tokens + new_tokens) // 16) * 16
-        had = self._engine
-        if had is not None and (
-            had.cfg.slots >= slots and had.cfg.cache_length >= length
-            and had.cfg.prompt_buckets[-1] >= prompt_tokens
-        ):  # fmt: skip
-            return had
+        """Returns an engine whose slots have room for such requests, building one if need be."""
         bucket = -(-prompt_tokens // 16) * 16
+        length = max(bucket, -(-(prompt_tokens + new_tokens) // 16) * 16)
+        made = self._engine
+        if made is not None and (
+            made.cfg.cache_length >= length and made.cfg.prompt_buckets[-1] >= prompt_tokens
+        ):
+            return made  # more requests than slots wait their turn
         size = engine.EngineConfig(
             slots=self.decode.slots or slots,
-            cache_length=max(length, bucket),
+            cache_length=length,
             prompt_buckets=(bucket,),
             prefill_rows=min(8, slots),
             steps_per_call=self.decode.steps_per_call,
@@ -93,11 +94,11 @@ class Policy:
 
     def run(self, requests: Sequence[batching.Request]) -> list[list[batching.Completion]]:
         """Completions of each request, in order."""
-        longest = max(len(r.prompt) for r in requests)
-        slots = sum(r.samples for r in requests)
-        if self.decode.slots is None and slots > 64:
-            slots = 64
-        made = self.reserve(slots, longest, max(r.max_tokens for r in requests))
+        made = self.reserve(
+            min(sum(r.samples for r in requests), MOST_SLOTS),
+            max(len(r.prompt) for r in requests),
+            max(r.max_tokens for r in requests),
+        )
         if self._tree is None:
             self._tree = made.prepare(self._reshard(self.params))
         flat = batching.generate_all(made, self._tree, requests, version=self.version)
