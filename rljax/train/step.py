@@ -69,8 +69,8 @@ def check_rows(rows: int, microbatches: int, layout: rules.Layout) -> None:
     if rows % (microbatches * shards):
         best = math.gcd(rows // math.gcd(rows, shards), microbatches)
         raise ValueError(
-            f"{rows} rows do not divide into {microbatches} microbatches over {shards} devices; use "
-            f"a multiple of {microbatches * shards} rows, or microbatches={best}"
+            f"{rows} rows do not divide into {microbatches} microbatches over {shards} devices; "
+            f"use a multiple of {microbatches * shards} rows, or microbatches={best}"
             + (f" and a batch axis of {math.gcd(rows, shards)} devices" if rows % shards else "")
         )
 
