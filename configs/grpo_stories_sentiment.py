@@ -1,6 +1,11 @@
-"""GRPO makes a 260 thousand parameter story teller cheerful, in under a minute on two CPU cores."""
+"""GRPO makes a story teller of 260 thousand parameters cheerful, in under a minute.
 
-import os
+    pip install nltk-vader-sentiment
+    rljax train configs/grpo_stories_sentiment.py --model stories260K.gguf
+
+The model is stories260K (MIT, karpathy/tinyllamas) as a GGUF file of 1.2 MB, for instance
+`testdata/stories260K.gguf` of github.com/mutablelogic/go-llama.
+"""
 
 from rljax import envs
 from rljax.losses import algorithms
@@ -8,7 +13,7 @@ from rljax.recipes import grpo
 from rljax.train.optimiser import OptimiserConfig
 
 config = grpo.Config(
-    model=os.environ.get("STORIES", "../shared/data/models/stories260K.gguf"),
+    model="stories260K.gguf",
     task=lambda: envs.sentiment(max_tokens=64),
     loss=algorithms.grpo(kl=0.01),
     steps=30,
