@@ -74,16 +74,16 @@ class Policy:
 
     def reserve(self, slots: int, prompt_tokens: int, new_tokens: int) -> engine.Engine:
         """Returns an engine whose slots have room for such requests, building one if need be."""
-        bucket = -(-prompt_tokens // 16) * 16
-        length = max(bucket, -(-(prompt_tokens + new_tokens) // 16) * 16)
+        bucket, room = (-(-n // 16) * 16 for n in (prompt_tokens, new_tokens))
         made = self._engine
         if made is not None and (
-            made.cfg.cache_length >= length and made.cfg.prompt_buckets[-1] >= prompt_tokens
+            made.cfg.completion_length >= new_tokens
+            and made.cfg.prompt_buckets[-1] >= prompt_tokens
         ):
             return made  # more requests than slots wait their turn
         size = engine.EngineConfig(
             slots=self.decode.slots or slots,
-            cache_length=length,
+            cache_length=bucket + room,
             prompt_buckets=(bucket,),
             prefill_rows=min(8, slots),
             steps_per_call=self.decode.steps_per_call,

@@ -1,14 +1,23 @@
-"""The key-value cache: position equals index, keys transposed, one array a layer or one for all.
+"""The key-value cache in two parts: prompts, which several samples may share, and completions.
 
-On CPU each layer has its own arrays, updated in place; a slice of one big array would be a copy.
-Elsewhere layers are stacked and the cache is the carry of the scan over layers (as scan inputs and
-outputs it would be held twice).
+A block of `share` neighbouring slots has one prompt, whose keys are held and read once; the scores
+of the block's queries against them are one matrix product. Completions are held by slot, on CPU in
+segments that are read only once a sequence reaches them, because attention there is bound by the
+bytes it reads. CPU time of 30 layers at 32 rows, 3 key-value heads of 64, prompts of 64, mean over
+128 tokens: one cache of 192 positions 39 ms, segments of 64 31 ms, with prompts shared by 8 26 ms.
+A slice of one long cache is no substitute: it is copied, at 3 times the cost of reading all.
+
+On CPU each layer has its own arrays, updated in place. Elsewhere layers are stacked and the cache
+is the carry of the scan over layers (as scan inputs and outputs it would be held twice).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -16,96 +25,243 @@ from rljax.kernels import attention
 from rljax.models import decoder, spec
 from rljax.types import Array, Record
 
+SEGMENT = 64  # positions of the first segment of completions; later ones double the whole
 
-class Cache(Record):
-    """Keys [B, K, H, S] and values [B, K, S, H]: lists over layers, or arrays with a layer axis."""
 
-    keys: Any
-    values: Any
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a cache of B slots.
+
+    Attributes:
+      share: slots side by side that share a prompt; divides `slots`.
+      prompt: positions of a prompt. completion: positions of a completion.
+    """
+
+    slots: int
+    share: int
+    prompt: int
+    completion: int
+    form: decoder.Form
 
     @property
-    def stacked(self) -> bool:
-        """Whether layers share one array."""
-        return not isinstance(self.keys, list | tuple)
+    def blocks(self) -> int:
+        """Prompts held."""
+        return self.slots // self.share
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Positions of each segment; one segment where layers are stacked."""
+        if self.form == "stacked":
+            return (self.completion,)
+        sizes: list[int] = []
+        while sum(sizes) < self.completion:
+            sizes.append(min(max(SEGMENT, sum(sizes)), self.completion - sum(sizes)))
+        return tuple(sizes)
 
 
-def empty(cfg: spec.ModelConfig, rows: int, length: int, form: decoder.Form, dtype: Any) -> Cache:
-    """A cache of zeros for `rows` sequences of `length` positions."""
-    K, H, L = cfg.kv_heads, cfg.head_size, cfg.layers
-    keys, values = (rows, K, H, length), (rows, K, length, H)
-    if form == "stacked":
-        return Cache(keys=jnp.zeros((L, *keys), dtype), values=jnp.zeros((L, *values), dtype))
-    return Cache(
-        keys=[jnp.zeros(keys, dtype) for _ in range(L)],
-        values=[jnp.zeros(values, dtype) for _ in range(L)],
+class Part(Record):
+    """Keys [rows, K, H, n] and values [rows, K, n, H]; with a leading layer axis where stacked."""
+
+    keys: Array
+    values: Array
+
+
+class Layer(Record):
+    """Cache of one layer, or of all where stacked; rows are blocks in `prompt`, else slots."""
+
+    prompt: Part
+    completion: tuple[Part, ...]  # one a segment
+
+
+Cache = Any  # list of Layer, or one stacked Layer
+Prefix = Any  # list of Part, or one stacked Part: the keys and values of prompts, rows in order
+
+
+def _part(cfg: spec.ModelConfig, rows: int, length: int, lead: tuple[int, ...], dtype: Any) -> Part:
+    K, H = cfg.kv_heads, cfg.head_size
+    return Part(
+        keys=jnp.zeros((*lead, rows, K, H, length), dtype),
+        values=jnp.zeros((*lead, rows, K, length, H), dtype),
     )
 
 
-def _put(cache: Cache, layer: Any, keys: Array, values: Array) -> Cache:
-    """The cache with one layer's arrays replaced."""
-    if cache.stacked:
-        return Cache(
-            keys=lax.dynamic_update_index_in_dim(cache.keys, keys, layer, 0),
-            values=lax.dynamic_update_index_in_dim(cache.values, values, layer, 0),
+def empty(cfg: spec.ModelConfig, shape: Shape, dtype: Any) -> Cache:
+    """A cache of zeros."""
+
+    def layer(lead: tuple[int, ...]) -> Layer:
+        return Layer(
+            prompt=_part(cfg, shape.blocks, shape.prompt, lead, dtype),
+            completion=tuple(_part(cfg, shape.slots, n, lead, dtype) for n in shape.segments),
         )
-    new_keys, new_values = list(cache.keys), list(cache.values)
-    new_keys[layer], new_values[layer] = keys, values
-    return Cache(keys=new_keys, values=new_values)
+
+    if shape.form == "stacked":
+        return layer((cfg.layers,))
+    return [layer(()) for _ in range(cfg.layers)]
+
+
+def empty_prefix(
+    cfg: spec.ModelConfig, rows: int, length: int, form: decoder.Form, dtype: Any
+) -> Prefix:
+    """Room for the keys and values of `rows` prompts."""
+    if form == "stacked":
+        return _part(cfg, rows, length, (cfg.layers,), dtype)
+    return [_part(cfg, rows, length, (), dtype) for _ in range(cfg.layers)]
 
 
 def fill(cfg: spec.ModelConfig) -> decoder.Attend:
-    """Attention over whole prompts that leaves their keys and values in the carried cache."""
+    """Attention over whole prompts that leaves their keys and values in the carried prefix."""
 
     def attend(
-        q: Array, k: Array, v: Array, *, layer: Any, window: Any, carry: Cache
-    ) -> tuple[Array, Cache]:
+        q: Array, k: Array, v: Array, *, layer: Any, window: Any, carry: Prefix
+    ) -> tuple[Array, Prefix]:
         out = attention.causal(
             q, k, v, scale=cfg.scale, softcap=cfg.attention_softcap, window=window
         )
-        dtype = carry.keys.dtype if carry.stacked else carry.keys[0].dtype
-        keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-        return out, _put(carry, layer, keys.astype(dtype), values.astype(dtype))
+        new = Part(keys=k.transpose(0, 2, 3, 1), values=v.transpose(0, 2, 1, 3))
+        if isinstance(carry, list):
+            old = carry[layer]
+            new = jax.tree.map(lambda a, b: a.astype(b.dtype), new, old)
+            return out, [*carry[:layer], new, *carry[layer + 1 :]]
+        return out, jax.tree.map(
+            lambda all_, a: lax.dynamic_update_index_in_dim(all_, a.astype(all_.dtype), layer, 0),
+            carry, new,
+        )  # fmt: skip
 
     return attend
 
 
-def step(cfg: spec.ModelConfig, position: Array) -> decoder.Attend:
-    """Attention of one new token a row, at `position` [B]: writes its key and value, reads all."""
-    rows = jnp.arange(position.shape[0])
+def insert(cache: Cache, prefix: Prefix, rows: Array, blocks: Array) -> Cache:
+    """Copies prompt rows[i] of the prefix into block blocks[i]; a block past the last does nothing.
+
+    What lies behind a prompt, in its block and in the completions, is masked until overwritten.
+    """
+
+    def one(layer: Layer, part: Part, lead: tuple) -> Layer:
+        def copy(old: Array, new: Array) -> Array:
+            window = tuple(slice(0, n) for n in new.shape[len(lead) + 1 :])
+            return old.at[(*lead, blocks, *window)].set(new[(*lead, rows)], mode="drop")
+
+        return layer.replace(prompt=jax.tree.map(copy, layer.prompt, part))
+
+    if isinstance(cache, list):
+        return [one(layer, part, ()) for layer, part in zip(cache, prefix, strict=True)]
+    return one(cache, prefix, (slice(None),))
+
+
+def _attend(q: Array, part: Part, seen: Array, softcap: float | None) -> tuple[Array, ...]:
+    """Softmax over one part, unfinished: largest score, sum of exponentials, weighted values.
+
+    q [rows, K, g, H] times the scale; seen broadcasts to [rows, K, g, n]. The results are
+    [rows, K, g] twice and [rows, K, g, H], float32.
+    """
+
+    def product(equation: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(
+            equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        )
+
+    scores = product("bkgh,bkhs->bkgs", q, part.keys.astype(q.dtype))
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen, scores, attention.MASKED)
+    top = scores.max(-1)
+    weights = jnp.exp(scores - top[..., None])
+    out = product("bkgs,bksh->bkgh", weights.astype(q.dtype), part.values.astype(q.dtype))
+    return top, weights.sum(-1), out
+
+
+def _join(parts: list[tuple[Array, ...]]) -> Array:
+    """One softmax from those of its parts."""
+    top = functools.reduce(jnp.maximum, [p[0] for p in parts])
+    scales = [jnp.exp(p[0] - top) for p in parts]
+    total = sum(p[1] * s for p, s in zip(parts, scales))
+    out = sum(p[2] * s[..., None] for p, s in zip(parts, scales))
+    return out / total[..., None]  # pyright: ignore[reportIndexIssue, reportOperatorIssue]
+
+
+def step(
+    cfg: spec.ModelConfig, shape: Shape, position: Array, prompt_length: Array, active: Array
+) -> decoder.Attend:
+    """Attention of one new token a slot: writes its key and value, reads all before it.
+
+    Args:
+      position: [B] int32 of the new token. The last prompt token may be fed again: its key is
+        already there and is not written.
+      prompt_length: [B] int32, at least 1. active: [B] bool; the others' results mean nothing.
+    """
+    B, share = shape.slots, shape.share
+    slots = jnp.arange(B)
+    column = position - prompt_length  # [B], of the completion; -1 = the last of the prompt
+    furthest = jnp.max(jnp.where(active, column, -1))
+
+    def within(at: Array, window: Any) -> Array:
+        """True [B, n] where `at` [n] or [B, n], positions, are seen from the new token."""
+        here = position[:, None]
+        return at <= here if window is None else (at <= here) & (here - at < window)
+
+    def write(part: Part, start: int, k: Array, v: Array, lead: tuple) -> Part:
+        n = part.values.shape[-2]
+        at = column - start
+        at = jnp.where(at < 0, n, at)  # negative indices would wrap
+        return Part(
+            keys=part.keys.at[(*lead, slots, slice(None), slice(None), at)].set(
+                k.astype(part.keys.dtype), mode="drop"
+            ),
+            values=part.values.at[(*lead, slots, slice(None), at)].set(
+                v.astype(part.values.dtype), mode="drop"
+            ),
+        )
 
     def attend(
         q: Array, k: Array, v: Array, *, layer: Any, window: Any, carry: Cache
     ) -> tuple[Array, Cache]:
-        B, _, N, H = q.shape
-        K = k.shape[2]
-        k, v = k[:, 0], v[:, 0]  # [B, K, H]
-        if carry.stacked:
-            dtype = carry.keys.dtype
-            all_keys = carry.keys.at[layer, rows, :, :, position].set(k.astype(dtype))
-            all_values = carry.values.at[layer, rows, :, position].set(v.astype(dtype))
-            carry = Cache(keys=all_keys, values=all_values)
-            keys = lax.dynamic_index_in_dim(all_keys, layer, 0, keepdims=False)
-            values = lax.dynamic_index_in_dim(all_values, layer, 0, keepdims=False)
-        else:
-            dtype = carry.keys[layer].dtype
-            keys = carry.keys[layer].at[rows, :, :, position].set(k.astype(dtype))
-            values = carry.values[layer].at[rows, :, position].set(v.astype(dtype))
-            carry = _put(carry, layer, keys, values)
-        scores = jnp.einsum(
-            "bkgh,bkhs->bkgs", q.reshape(B, K, N // K, H) * cfg.scale, keys.astype(q.dtype),
-            precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        if cfg.attention_softcap is not None:
-            scores = cfg.attention_softcap * jnp.tanh(scores / cfg.attention_softcap)
-        at, here = jnp.arange(keys.shape[-1]), position[:, None]
-        seen = at <= here if window is None else (at <= here) & (here - at < window)
-        scores = jnp.where(seen[:, None, None], scores, attention.MASKED)
-        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-        out = jnp.einsum(
-            "bkgs,bksh->bkgh", weights.astype(q.dtype), values.astype(q.dtype),
-            precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        out = out / weights.sum(-1)[..., None]
-        return out.reshape(B, 1, N, H), carry
+        N, H, K, R = q.shape[2], q.shape[3], k.shape[2], shape.blocks
+        g, k, v = N // K, k[:, 0], v[:, 0]
+        stacked = not isinstance(carry, list)
+        old, lead = (carry, (layer,)) if stacked else (carry[layer], ())
+        starts = [sum(shape.segments[:i]) for i in range(len(shape.segments))]
+        completion = tuple(
+            write(p, start, k, v, lead) for p, start in zip(old.completion, starts, strict=True)
+        )
+        new = old.replace(completion=completion)
+        carry = new if stacked else [*carry[:layer], new, *carry[layer + 1 :]]
+
+        def one(part: Part) -> Part:
+            """The part of this layer."""
+            if not stacked:
+                return part
+            return jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), part
+            )
+
+        q = q.reshape(B, K, g, H) * cfg.scale
+        # The block's queries side by side: [R, K, share g, H].
+        of_block = q.reshape(R, share, K, g, H).swapaxes(1, 2).reshape(R, K, share * g, H)
+        at = jnp.arange(shape.prompt)
+        seen = (within(at, window) & (at < prompt_length[:, None])).reshape(R, 1, share, 1, -1)
+        seen = jnp.broadcast_to(seen, (R, 1, share, g, shape.prompt)).reshape(R, 1, share * g, -1)
+        found = _attend(of_block, one(new.prompt), seen, cfg.attention_softcap)
+        parts = [
+            tuple(
+                x.reshape(R, K, share, g, *x.shape[3:])
+                .swapaxes(1, 2)
+                .reshape(B, K, g, *x.shape[3:])
+                for x in found
+            )
+        ]
+        for i, (part, start) in enumerate(zip(completion, starts, strict=True)):
+            at = prompt_length[:, None] + start + jnp.arange(shape.segments[i])  # [B, n]
+            seen = within(at, window)[:, None, None]
+
+            def read(part: Part, seen: Array = seen) -> tuple[Array, ...]:
+                return _attend(q, one(part), seen, cfg.attention_softcap)
+
+            def nothing(part: Part) -> tuple[Array, ...]:
+                del part
+                zero = jnp.zeros((B, K, g), jnp.float32)
+                return zero + attention.MASKED, zero, jnp.zeros((B, K, g, H), jnp.float32)
+
+            parts.append(lax.cond(furthest >= start, read, nothing, part) if start else read(part))
+        return _join(parts).reshape(B, 1, N, H), carry
 
     return attend
