@@ -1,6 +1,6 @@
 """GRPO teaches SmolLM2-135M-Instruct one-digit addition, on two CPU cores.
 
-    rljax train configs/grpo_smollm2_addition.py
+rljax train configs/grpo_smollm2_addition.py
 """
 
 from rljax import envs

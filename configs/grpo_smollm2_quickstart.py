@@ -1,6 +1,6 @@
 """A short GRPO run of SmolLM2-135M-Instruct on one-digit sums: what `make quickstart` does.
 
-    rljax train configs/grpo_smollm2_quickstart.py
+rljax train configs/grpo_smollm2_quickstart.py
 """
 
 from rljax import envs

@@ -77,9 +77,7 @@ RULES = {
     ),
     # floor 4: runs
     "rollout": Rule({"decode", "envs", "rewards", "data", "losses"}, ARRAYS),
-    "policy": Rule(
-        {"models", "decode", "data", "sharding", "checkpoint"}, ARRAYS, {"huggingface_hub"}
-    ),
+    "policy": Rule({"models", "decode", "data", "sharding", "checkpoint"}, ARRAYS),
     "graph": Rule(
         {"train", "decode", "rollout", "sharding", "checkpoint", "plan"}, ARRAYS, {"ray"}
     ),
@@ -87,7 +85,6 @@ RULES = {
     "recipes": Rule(BELOW_ROOF, ARRAYS | {"optax"}, {"rich"}),
     "cli": Rule(BELOW_ROOF | {"recipes"}, ARRAYS | {"tyro"}, {"rich"}),
     "testing": Rule(BELOW_ROOF | {"recipes", "cli"}, ARRAYS | {"chex"}),
-    "__main__": Rule({"cli"}, set()),
 }
 # One file of a package that may take more than its package.
 EXTRA_TOP = {"models/nets.py": {"flax"}}

@@ -166,5 +166,6 @@ def token_logp(
       `shape.entropy_gradient`.
     """
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
-    logp, entropy = _token_logp(shape, x, head, targets, scale)
+    out: Any = _token_logp(shape, x, head, targets, scale)  # custom_vjp hides the type
+    logp, entropy = out
     return logp, entropy if shape.entropy_gradient else lax.stop_gradient(entropy)

@@ -71,8 +71,12 @@ def parameters(layout: rules.Layout, dtype: str = "float32") -> Any:
     return place(like, layout.tree(SPECS))
 
 
-def ints(*shape: int) -> ShapeDtypeStruct:
+def ints(*shape: int) -> Any:
     return ShapeDtypeStruct(shape, jnp.int32)
+
+
+def floats(*shape: int) -> Any:
+    return ShapeDtypeStruct(shape, jnp.float32)
 
 
 def bytes_per_chip(tree: Any) -> int:
@@ -118,7 +122,7 @@ LOGITS = R // FSDP // MICRO * G * T * (CFG.vocab_size // TENSOR) * 4
 def step(train):
     optimiser = optimisers.make_optimiser(optimisers.OptimiserConfig(lr=1e-5), 10)
     loss = algorithms.dapo(kl=0.01)
-    tokens, row = ShapeDtypeStruct((R * G, T), jnp.float32), ShapeDtypeStruct((R * G,), jnp.float32)
+    tokens, row = floats(R * G, T), floats(R * G)
     batch = losses.Batch(
         mask=tokens, reward=row, group=ints(R * G), length=ints(R * G), truncated=row,
         logp_sampler=tokens, logp_ref=tokens,
