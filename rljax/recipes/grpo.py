@@ -374,8 +374,10 @@ def run(config: Config, workdir: str | Path, resume: bool = False) -> Run:
     else:
         provenance.save_config(dataclasses.replace(config, seed=made.seed), workdir)
         _judge(made, workdir, "before")
+    # Rows after the checkpoint are written again, and the last step's evaluation always is.
+    first_again = made.number + (made.number < config.steps)
     for name in (metrics.EVALS, metrics.SAMPLES):
-        metrics.truncate_rows(workdir / name, made.number if resume else 1)
+        metrics.truncate_rows(workdir / name, first_again)
     with (
         metrics.Writer(workdir, start=made.number, tensorboard=config.tensorboard) as writer,
         display,

@@ -17,7 +17,7 @@ from rljax.sharding import rules
 from rljax.train.state import TrainState
 
 
-def round_up(n: int, multiple: int = 16) -> int:
+def round_up(n: int, multiple: int = 8) -> int:
     """Smallest multiple that is at least n; shapes rounded so compile once for many lengths."""
     return -(-n // multiple) * multiple
 
