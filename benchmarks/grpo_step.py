@@ -130,7 +130,7 @@ def main() -> None:
     policy = make_policy(size, args.products)
     run = grpo.start(
         policy, make_task(size, 64), group=GROUP, prompts=PROMPTS, loss=algorithms.grpo(kl=0.04),
-        optimiser=OptimiserConfig(lr=1e-6), microbatches=args.micro, seed=0,
+        optimiser=OptimiserConfig(lr=1e-6), microbatches=args.micro, seed=0, eval_samples=GROUP,
         precision=policy.precision,
     )  # fmt: skip
     rows = [step.metrics for step in run.steps(2 + args.iters)]

@@ -72,8 +72,14 @@ class Policy:
         """Replaces the parameters; the next completion is sampled with them."""
         self.params, self.version, self._tree = params, version, None
 
-    def reserve(self, slots: int, prompt_tokens: int, new_tokens: int) -> engine.Engine:
-        """Returns an engine whose slots have room for such requests, building one if need be."""
+    def reserve(
+        self, slots: int, prompt_tokens: int, new_tokens: int, share: int = 1
+    ) -> engine.Engine:
+        """Returns an engine whose slots have room for such requests, building one if need be.
+
+        Args:
+          share: neighbouring slots that hold one prompt for samples of one request.
+        """
         bucket, room = (-(-n // 16) * 16 for n in (prompt_tokens, new_tokens))
         made = self._engine
         if made is not None and (
@@ -87,6 +93,7 @@ class Policy:
             prompt_buckets=(bucket,),
             prefill_rows=min(8, slots),
             steps_per_call=self.decode.steps_per_call,
+            share=share,
         )
         self._engine = engine.make_engine(self.cfg, size, self.decode_layout, self.precision)
         self._tree = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,7 +116,10 @@ class Run:
         self.prompt_columns = runs.round_up(self._longest_prompt())
         self.rows_split = self._split()
         self.stream = sources.PromptStream(task.train, self.seed)
-        policy.reserve(self._slots(), self.prompt_columns, self.max_tokens)
+        slots = self._slots()
+        # Held-out prompts have other counts of samples; a block that fits both leaves few idle.
+        share = math.gcd(slots, config.group, config.eval_samples)
+        policy.reserve(slots, self.prompt_columns, self.max_tokens, share)
 
         updates = config.steps * config.updates
         self.optimiser = optimisers.make_optimiser(config.optimiser, updates)
