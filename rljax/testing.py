@@ -267,7 +267,7 @@ def _check_extremes(case: _Case) -> None:
     _expect(ok, "extremes", "a sampled token of log-prob -inf gives NaN, inf or a gradient there")
 
 
-def _same(case: _Case, what: str, value: Array, gradient: Array, metrics: Any) -> None:
+def _same(case: _Case, what: str, value: Any, gradient: Any, metrics: Any) -> None:
     """Expects the three to equal those of the whole batch on one device."""
     _expect(
         _close(value, case.value, case.scale),

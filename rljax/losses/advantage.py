@@ -58,7 +58,7 @@ def group_standardise(
 
     def fn(batch: Batch) -> Batch:
         group = _Group(batch)
-        one = group if by == "group" else _Group(batch.replace(group=jnp.zeros_like(batch.group)))
+        one = group if by == "group" else _Group(batch.replace(group=0 * group.ids))
         deviation = one.centred("zero")
         variance = one.total(deviation**2) / jnp.maximum(one.count - 1, 1)
         std = jnp.where(one.flat, 1.0, jnp.sqrt(jnp.where(one.flat, 1.0, variance)))

@@ -132,8 +132,9 @@ class LossTransform:
         ).measured("tokens/nonfinite", 1.0 - batch.mask, count)
         terms = self.update(terms, batch, state)
         factor = jax.lax.stop_gradient(terms.weight * terms.keep)
+        assert batch.weight is not None and batch.advantage is not None
         per_token = jnp.where(ok, -factor * batch.advantage * terms.g + terms.extra, 0.0)
-        return jnp.sum(batch.weight * per_token), terms.metrics  # pyright: ignore[reportOperatorIssue]
+        return jnp.sum(batch.weight * per_token), terms.metrics
 
 
 def chain(*members: LossTransform) -> LossTransform:
@@ -220,22 +221,22 @@ def on_batch(
     )
 
 
-def check_groups(loss: LossTransform, group: int) -> None:
+def check_groups(loss: LossTransform, group_size: int) -> None:
     """Raises where the loss compares responses of one prompt but each prompt has only one.
 
     Members say so by "group>1" in `needs`; recipes ask before the run starts.
 
     Args:
-      group: responses per prompt.
+      group_size: responses per prompt.
     """
-    if group > 1:
+    if group_size > 1:
         return
     names = [m.name for m in loss.members or (loss,) if "group>1" in m.needs]
     if names:
         raise ValueError(
-            f"{' and '.join(names)} compares the responses of one prompt, and with group={group} "
-            "there is nothing to compare: the advantage would be 0 everywhere; "
-            "set group to 2 or more, or choose a loss without a group (reinforce, reinforce_pp)"
+            f"{' and '.join(names)} compares the responses of one prompt; with one response there "
+            "is nothing to compare and the advantage is 0 everywhere; set the group size to 2 "
+            "or more, or choose a loss without a group (reinforce, reinforce_pp)"
         )
 
 

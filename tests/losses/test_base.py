@@ -159,6 +159,15 @@ def test_a_token_without_a_finite_log_prob_counts_below_the_line_only(field):
     assert metrics["tokens/nonfinite"].sum == 1 and metrics["tokens/nonfinite"].weight == 8
 
 
+def test_a_token_without_a_finite_log_prob_does_not_spoil_its_sequence():
+    loss = L.chain(L.nll(), L.geometric_ratio(), L.token_sum())
+    old = (LOGP - 0.1).at[0, 1].set(jnp.nan)
+    (value, metrics), gradient = evaluate(loss, full_batch(logp_old=old))
+    np.testing.assert_allclose(value, -7 * np.exp(0.1), rtol=1e-5)
+    np.testing.assert_allclose(gradient[0, 0], -np.exp(0.1), rtol=1e-5)
+    np.testing.assert_allclose(metrics["ratio/mean"].mean, np.exp(0.1), rtol=1e-5)
+
+
 def test_a_non_finite_log_prob_that_no_member_reads_does_not_matter():
     loss = L.chain(L.nll(), L.token_mean())
     (value, metrics), _ = evaluate(loss, full_batch(logp_sampler=LOGP.at[0, 1].set(jnp.nan)))
@@ -202,6 +211,7 @@ def test_state_changes_in_prepare_and_is_seen_by_update():
     value, _ = loss(jnp.zeros_like(LOGP), prepared, state)
     np.testing.assert_allclose(value, 8 * 0.25, rtol=1e-6)  # mean reward 0.5, half of it, 8 tokens
     prepared, state = loss.prepare(batch, state)
+    assert prepared.advantage is not None
     np.testing.assert_allclose(prepared.advantage[0, 0], 1.0 - 0.25, rtol=1e-6)
     np.testing.assert_allclose(state[0], 0.375, rtol=1e-6)
 
@@ -221,7 +231,7 @@ def test_a_subclass_of_batch_may_carry_more_fields():
     class Marked(L.Batch):
         doubt: jax.Array | None = None  # [B, T]
 
-    gate = L.on_terms(lambda t, b: t.replace(keep=t.keep * (b.doubt < 1)), needs=["doubt"])
+    gate = L.on_terms(lambda t, b: t.replace(keep=t.keep * (b.doubt < 1)), needs=["doubt"])  # pyright: ignore
     loss = L.chain(L.nll(), gate, L.token_sum())
     doubt = jnp.zeros_like(MASK).at[0, 0].set(2.0).at[0, 4].set(jnp.nan)
     (value, _), _ = evaluate(loss, Marked(mask=MASK, doubt=doubt), -jnp.ones_like(MASK))

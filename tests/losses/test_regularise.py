@@ -100,7 +100,7 @@ def test_kl_terms_equal_the_reference(name):
 
     @jax.jit
     def everything(logits):
-        mask = inputs["mask"].astype(jnp.float32)
+        mask = jnp.asarray(inputs["mask"], jnp.float32)
         zeros, reference = jnp.zeros_like(mask), pick(inputs["ref_logits"])
         batch = L.Batch(mask=mask, advantage=zeros, logp_ref=reference)
         batch, state = loss.prepare(batch, loss.init(batch))
