@@ -21,7 +21,6 @@ import statistics
 import time
 from typing import Any
 
-import jax
 import limit
 import numpy as np
 
@@ -31,7 +30,6 @@ from rljax.decode import batching
 from rljax.losses import algorithms
 from rljax.models import layers, spec
 from rljax.recipes import grpo
-from rljax.sharding import rules
 from rljax.train.optimiser import OptimiserConfig
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 64, 128
@@ -54,12 +52,9 @@ def make_policy(size: limit.Size, products: Any) -> policies.Policy:
         "llama", size.vocab, size.vocab, size.width, size.layers, size.heads, size.kv_heads,
         size.head_size, size.mlp, rope_theta=500_000.0,
     )  # fmt: skip
-    layout = rules.single()
-    specs = spec.specs(cfg)
-    params = jax.jit(lambda key: spec.init(specs, key=key))(jax.random.key(0))
     tokenizer: Any = Numbers()
     precision = layers.Precision(products=products)
-    return policies.Policy(cfg, params, tokenizer, layout=layout, precision=precision)
+    return policies.scratch(cfg, tokenizer, seed=0, precision=precision)
 
 
 def make_task(size: limit.Size, count: int) -> envs.Task:
