@@ -180,9 +180,9 @@ class Batcher:
                 columns = tuple(x[valid, slot] for x in columns)
                 job.parts[s].append((*columns, np.full(valid.sum(), version, np.int32)))
                 if not out.active[slot]:
-                    ids, *rest = (np.concatenate(c) for c in zip(*job.parts[s]))
-                    ended = int(ids[-1]) in job.request.stop_ids
-                    completion = Completion(ids, *rest, "stop" if ended else "length")
+                    ids, logp, full, versions = (np.concatenate(c) for c in zip(*job.parts[s]))
+                    reason = "stop" if int(ids[-1]) in job.request.stop_ids else "length"
+                    completion = Completion(ids, logp, full, versions, reason)
                     done.append((job.place + s, completion))
                     job.left -= 1
             if not job.left:
