@@ -135,7 +135,8 @@ class Run:
         if "logp_ref" in config.loss.needs:
             self.reference = jax.tree.map(jnp.copy, policy.params)
         self.state = steps.make_init(policy.cfg, self.optimiser, policy.layout)(policy.params)
-        self.state = self.state.replace(loss_state=config.loss.init(_blank(config)))
+        loss_state = jax.device_put(config.loss.init(_blank(config)), policy.layout.replicated)
+        self.state = self.state.replace(loss_state=loss_state)
         self.number = 0
         self.last: Step | None = None
 
@@ -374,6 +375,7 @@ def run(config: Config, workdir: str | Path, resume: bool = False) -> Run:
     saver = runs.Saver(workdir, policy, config.checkpoint_every, config.steps)
     if resume:
         made.restore(saver)
+        provenance.write_versions(workdir)
         display.done = made.number
     else:
         provenance.save_config(dataclasses.replace(config, seed=made.seed), workdir)

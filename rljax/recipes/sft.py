@@ -157,6 +157,7 @@ def run(config: Config, workdir: str | Path, resume: bool = False) -> Run:
     if resume:
         made.state, meta = saver.restore(made.state)
         made.stream.load(meta["data"])
+        provenance.write_versions(workdir)
         policy.update(made.state.params, made.number)
     else:
         provenance.save_config(config, workdir)
