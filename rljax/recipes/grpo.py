@@ -408,24 +408,8 @@ def _judge(made: Run, workdir: Path, phase: str) -> None:
         return
     with made.display.phase("evaluate"):
         result = made.evaluate()
-    rows = [
-        {
-            "step": made.number,
-            "phase": phase,
-            "greedy": greedy,
-            "accuracy": result[name],
-            "count": result["count"],
-        }
-        for greedy, name in ((False, "sampled"), (True, "greedy"))
-    ]
-    metrics.append_rows(workdir / metrics.EVALS, rows)
-    made.display.say(
-        f"held-out reward {phase}: {result['sampled']:.3f} at temperature "
-        f"{made.config.temperature:g}, {result['greedy']:.3f} greedy ({result['count']} prompts)"
-    )
-    if phase != "during":
-        samples = [{"step": made.number, "phase": phase, **row} for row in result["texts"]]
-        metrics.append_rows(workdir / metrics.SAMPLES, samples)
+    evaluate.write_rows(workdir, result, step=made.number, phase=phase)
+    made.display.say(f"held-out, {phase} training: {evaluate.summary(result)}")
 
 
 def _conclude(workdir: Path, page: Path) -> None:
