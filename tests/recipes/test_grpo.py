@@ -48,9 +48,9 @@ def accuracy(workdir: Path, phase: str, greedy: bool) -> float:
 
 @pytest.mark.slow
 def test_grpo_raises_the_accuracy_on_sums_never_seen(tiny):
-    # The config states before and after; the margin here leaves room for another machine's rounding.
+    # The config states 0.40 and 0.89; the margin leaves room for another machine's rounding.
     before, after = (accuracy(tiny, phase, greedy=False) for phase in ("before", "after"))
-    assert before < 0.65 and after > 0.75 and after - before > 0.25
+    assert after > before + 0.3 and after > 0.75
 
 
 @pytest.mark.slow
@@ -76,9 +76,9 @@ def test_a_run_leaves_its_files(tiny):
 def test_a_finished_run_samples_from_its_directory(tiny):
     model = policy.load(tiny)
     assert model.version == metrics.read_rows(tiny / "metrics.jsonl")[-1]["step"] + 1
-    # Greedy, the trained model adds what it was asked to.
-    prompt = next(s["prompt"] for s in metrics.read_rows(tiny / "samples.jsonl") if s["reward"] == 1)
-    assert isinstance(model.sample(prompt, temperature=0.0, max_tokens=8), str)
+    rows = metrics.read_rows(tiny / "samples.jsonl")
+    row = next(r for r in rows if r["phase"] == "after" and r["greedy"])
+    assert model.sample(row["prompt"], temperature=0.0, max_tokens=8) == row["text"]
 
 
 # A task that needs no warm-up: write the letter a
@@ -99,14 +99,15 @@ TASK = envs.custom(["b", "cd", "efg", "h", "ij", "klm"], share_of_a, ["bc"], max
 
 
 def train(layout: rules.Layout, decode: policy.DecodeConfig, steps: int) -> Any:
-    """Steps of a run, and the greedy ids of its policy afterwards."""
+    """Steps of a run, and the greedy ids of its policy after three of them."""
     made = policy.scratch(CFG, TOKENIZER, seed=0, layout=layout, decode=decode)
     run = grpo.start(
         made, TASK, prompts=4, group=4, lr=1e-2, loss=algorithms.grpo(kl=0.01), seed=0, steps=steps
     )
-    done = list(run.steps(steps))
+    done = list(run.steps(3))
     requests = [Request(made.encode(e.prompt), max_tokens=6, temperature=0.0) for e in TASK.train]
-    return done, [group[0].ids.tolist() for group in made.run(requests)]
+    greedy = [group[0].ids.tolist() for group in made.run(requests)]
+    return [*done, *run.steps(steps - 3)], greedy
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,8 @@ def test_a_rewarded_letter_is_written_more_often(single):
 @pytest.mark.slow
 def test_a_mesh_of_eight_devices_gives_the_same_losses_and_tokens(single):
     layout = rules.Layout.of(make_mesh(TRAIN_MESH), rules.TRAIN_RULES)
-    sharded, _ = train(layout, DECODE, 3)
+    sharded, greedy = train(layout, DECODE, 3)
+    assert greedy == single[1]
     for one, many in zip(single[0], sharded, strict=False):
         assert one.rollout.texts == many.rollout.texts
         for a, b in zip(one.rollout.flat, many.rollout.flat, strict=True):
