@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Eight devices for shardings; little optimisation, because compiling is most of the suite's time.
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 
 @pytest.fixture(scope="session")
