@@ -28,7 +28,7 @@ def warm() -> policy.Policy:
     made = policy.scratch(cfg, tokenizer, seed=0)
     rng = random.Random(0)
     pairs = []
-    for e in task.train * 4:
+    for e in [*task.train] * 4:
         a, b = (int(n) for n in e.prompt[:-1].split("+"))
         guess, work = f"{a // 10 * 10 + b // 10 * 10}", f" {a % 10 + b % 10} {a + b}"
         pairs.append(sft.Pair(e.prompt, rng.choice([guess, work])))

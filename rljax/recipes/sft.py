@@ -62,8 +62,8 @@ def encode(
     """Ids of prompt and completion of each pair; the completion ends with the model's end token.
 
     Raises:
-      ValueError: if there is no pair, a completion is longer than `max_tokens`, or the chat template
-        does not begin an answered prompt as it does a prompt.
+      ValueError: if there is no pair, a completion is longer than `max_tokens`, or the chat
+        template does not begin an answered prompt as it does a prompt.
     """
     if not pairs:
         raise ValueError("there are no examples to train on; give at least one Pair")
@@ -81,7 +81,7 @@ def encode(
             if ids[: len(prompt)] != prompt:
                 raise ValueError(
                     f"example {place}: the chat template writes the prompt differently where an "
-                    "answer follows, so what is learned is not what is sampled; use another template"
+                    "answer follows, so what is learned is not what is sampled; use another one"
                 )
             completion = ids[len(prompt) :]
         if len(completion) > max_tokens:

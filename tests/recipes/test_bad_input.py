@@ -137,7 +137,7 @@ def test_parameters_that_are_not_finite_stop_the_run(made):
     bad = {**made.params, "final_norm": np.full(16, np.nan, np.float32)}
     spoiled = grpo.start(policy.Policy(CFG, bad, TOKENIZER), task(), prompts=2, group=2, seed=0)
     spoiled.policy.update(made.params)  # only the trainer's copy is spoiled
-    with pytest.raises(FloatingPointError, match="step 0: (loss|grad_norm) is nan"):
+    with pytest.raises(FloatingPointError, match=r"step 0: (loss|grad_norm) is nan"):
         spoiled.step()
 
 

@@ -19,7 +19,7 @@ def completion(ids: list[int], reason: Literal["stop", "length"] = "stop") -> Co
 
 
 def collect(groups: list[list[list[int]]], reward: Any, prompts: Any = None) -> sync.Rollout:
-    """A rollout whose completion texts are their ids joined by spaces; prompt p is [7] * (p + 1)."""
+    """A rollout with ids joined by spaces as texts; prompt p is [7] * (p + 1)."""
     prompts = prompts or [[7] * (p + 1) for p in range(len(groups))]
     examples = [Example(uid=10 + p, prompt=f"prompt {p}") for p in range(len(groups))]
     return sync.collect(
@@ -52,7 +52,7 @@ def test_ids_and_log_probs_reach_the_batch_unchanged(rollout):
     for i, ids in enumerate(flat):
         n = len(ids)
         assert response.reshape(6, 4)[i, :n].tolist() == ids
-        np.testing.assert_array_equal(batch.logp_sampler[i, :n], -np.float32(ids) / 10)
+        np.testing.assert_array_equal(np.asarray(batch.logp_sampler)[i, :n], -np.float32(ids) / 10)
         assert batch.mask[i].tolist() == [1.0] * n + [0.0] * (4 - n)
     assert np.asarray(batch.length).tolist() == [3, 1, 0, 2, 1, 2]
 
@@ -60,7 +60,7 @@ def test_ids_and_log_probs_reach_the_batch_unchanged(rollout):
 def test_an_empty_completion_keeps_its_reward_and_trains_no_token(rollout):
     # Row 2 is the empty one: its reward, the sum of nothing, counts in its group's baseline.
     *_, batch = sync.to_arrays(rollout, 5, 4)
-    assert float(batch.mask[2].sum()) == 0.0 and float(batch.reward[2]) == 0.0
+    assert float(batch.mask[2].sum()) == 0.0 and np.asarray(batch.reward)[2] == 0.0
     assert sync.statistics(rollout)["length/empty"] == 1.0
 
 
