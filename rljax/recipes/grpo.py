@@ -230,7 +230,7 @@ class Run:
         config, loss = self.config, self.config.loss
         rollout, values = self.rollout()
         prompt, length, response, batch = sync.to_arrays(
-            rollout, self.prompt_columns, runs.round_up(self.max_tokens)
+            rollout, self.prompt_columns, runs.round_up(self.max_tokens, 8)
         )
         rows = self._rows(prompt, length, response)
         with self.display.phase("score"):
