@@ -5,8 +5,8 @@ SFT shows it two ways to answer "47+38=": a guess, "70" (the tens alone), or a w
 
     rljax train configs/grpo_tiny.py
 
-Accuracy on 100 held-out sums, seed 0: 0.40 before GRPO and 0.89 after it at temperature 1, greedy
-0.42 and 0.99.
+Accuracy on 100 held-out sums, seed 0: 0.43 before GRPO and 0.89 after it at temperature 1, greedy
+0.42 and 0.99, for 2.5 minutes of CPU time on a machine of two cores, compilation included.
 """
 
 import random

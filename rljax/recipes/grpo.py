@@ -223,7 +223,7 @@ class Run:
         """Cuts each group into `rows_split` rows that repeat its prompt."""
         split, (P, G, T) = self.rows_split, response.shape
         rows: Any = (np.repeat(prompt, split, 0), np.repeat(length, split, 0))
-        return Sequences(*rows, response.reshape(P * split, G // split, T))
+        return Sequences(rows[0], rows[1], response.reshape(P * split, G // split, T))
 
     def step(self) -> Step:
         """Does one step: rollout, the log-probs that the loss reads, updates."""
