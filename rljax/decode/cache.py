@@ -202,7 +202,12 @@ def step(
     def write(part: Part, start: int, k: Array, v: Array, lead: tuple) -> Part:
         n = part.values.shape[-2]
         at = column - start
-        at = jnp.where(at < 0, n, at)  # negative indices would wrap
+        if B == 1 and not lead:  # one row is no scatter to XLA, and its update copies the part
+            at, heads = jnp.where(at < 0, n, at)[0], jnp.arange(k.shape[1])
+            keys = part.keys[0].at[heads, :, at].set(k[0].astype(part.keys.dtype), mode="drop")
+            values = part.values[0].at[heads, at].set(v[0].astype(part.values.dtype), mode="drop")
+            return Part(keys=keys[None], values=values[None])
+        at = jnp.where(at < 0, n, at)  # dropped; negative indices would wrap
         return Part(
             keys=part.keys.at[(*lead, slots, slice(None), slice(None), at)].set(
                 k.astype(part.keys.dtype), mode="drop"

@@ -178,6 +178,8 @@ def make_engine(
 ) -> Engine:
     """Compiles an engine for a decode layout (`sharding.rules.DECODE_RULES` on a decode mesh)."""
     form = form or decoder.pick_form()
+    if cfg.slots < 4 and jax.default_backend() == "cpu":  # bfloat16 is slower there than float32
+        precision = dataclasses.replace(precision, products="float32")
     fuse = layout.size("heads") == layout.size("mlp") == 1
     dtype = jnp.dtype(precision.activations)
     shape = caches.Shape(
@@ -228,7 +230,7 @@ def make_engine(
             slots=jax.tree.map(lambda a, b: a.at[slots].set(b, mode="drop"), state.slots, new),
         )
 
-    def one_token(tree: Any, state: State) -> tuple[State, tuple]:
+    def one_token(tree: Any, state: State, u: Array) -> tuple[State, tuple]:
         s = state.slots
         x, cache = decoder.hidden(
             tree, model, s.token[:, None], s.position[:, None],
@@ -236,7 +238,6 @@ def make_engine(
             precision=precision,
         )  # fmt: skip
         logits = heads.logits(tree, model, x[:, 0], precision)
-        u = sampling.uniform(s.seed, s.sample, s.index)
         token, logp, full = sampling.sample(logits, u, s.sampling, allowed)
         stopped = jnp.any(token[:, None] == s.stop_ids, -1) | (s.index + 1 >= s.limit)
         going = s.active & ~stopped
@@ -253,6 +254,11 @@ def make_engine(
         steps = (cfg.steps_per_call, cfg.slots)
         real = jnp.zeros(steps, jnp.float32)
         out = (jnp.zeros(steps, jnp.int32), real, real, jnp.zeros(steps, bool))
+        # Every row gains one token a step, so the numbers of all steps are known beforehand.
+        s = state.slots
+        u = jax.vmap(lambda i: sampling.uniform(s.seed, s.sample, s.index + i))(
+            jnp.arange(cfg.steps_per_call)
+        )
 
         def more(carry: Any) -> Array:
             i, state, _ = carry
@@ -261,7 +267,7 @@ def make_engine(
 
         def body(carry: Any) -> Any:
             i, state, out = carry
-            state, new = one_token(tree, state)
+            state, new = one_token(tree, state, u[i])
             out = tuple(lax.dynamic_update_index_in_dim(a, b, i, 0) for a, b in zip(out, new))
             return i + 1, state, out
 
