@@ -194,10 +194,13 @@ def make_engine(
     def sharded(like: Any) -> Any:
         """Shardings of a cache or prefix; a part whose rows do not divide stays whole."""
 
+        stacked = form == "stacked"
+
         def one(x: Any) -> Any:
-            lead = ("layers",) if form == "stacked" else ()
-            rows = "batch" if x.shape[len(lead)] % layout.size("batch") == 0 else None
-            return layout.sharding((*lead, rows, "kv_heads", None, None))
+            rows = "batch" if x.shape[int(stacked)] % layout.size("batch") == 0 else None
+            return layout.sharding(
+                (*(("layers",) if stacked else ()), rows, "kv_heads", None, None)
+            )
 
         return jax.tree.map(one, like)
 
