@@ -3,8 +3,8 @@
     rljax train configs/grpo_smollm2_addition.py
 
 "What is a + b?", 25 of the 100 sums held out, seed 0. Accuracy on those before training: 0.17 at
-temperature 1, 0.32 greedy; after 14 steps of 8 prompts x 8 completions: 0.89 and 0.96. The whole run
-took 6 min 17 s on two cores of a Xeon with AVX-512 (float32), 1 min 30 s of it compiling.
+temperature 1, 0.32 greedy; after 14 steps of 8 prompts x 8 completions: 0.89 and 0.96. The whole
+run took 6 min 17 s on two cores of a Xeon with AVX-512 (float32).
 """
 
 from rljax import envs

@@ -29,7 +29,7 @@ def warm() -> policy.Policy:
     rng = random.Random(0)
     pairs = []
     for e in [*task.train] * 4:
-        a, b = (int(n) for n in e.prompt[:-1].split("+"))
+        a, b = (int(n) for n in str(e.prompt)[:-1].split("+"))
         guess, work = f"{a // 10 * 10 + b // 10 * 10}", f" {a % 10 + b % 10} {a + b}"
         pairs.append(sft.Pair(e.prompt, rng.choice([guess, work])))
     settings = sft.Config(
