@@ -19,7 +19,7 @@ quickstart: $(VENV)/.installed  ## train a real model with GRPO and show what it
 	$(BIN)/rljax train configs/grpo_smollm2_addition.py --workdir $(RUN)
 
 test: $(VENV)/.installed-dev  ## run the tests (ARGS="tests/losses -x" for a part)
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check style and formatting
 	$(BIN)/ruff check $(SOURCES)
