@@ -5,8 +5,8 @@ SFT shows it two ways to answer "47+38=": a guess, "70" (the tens alone), or a w
 
     rljax train configs/grpo_tiny.py
 
-Accuracy on 100 held-out sums, seed 0: 0.43 before GRPO and 0.89 after it at temperature 1, greedy
-0.42 and 0.99, for 2.5 minutes of CPU time on a machine of two cores, compilation included.
+Accuracy on 100 held-out sums, seed 0: 0.40 before GRPO and 0.89 after it at temperature 1, greedy
+0.42 and 0.99. The whole run took 1 min 47 s on two cores of a Xeon with AVX-512.
 """
 
 import random
@@ -45,7 +45,7 @@ config = grpo.Config(
     model=warm,
     task=task,
     loss=algorithms.grpo(kl=0.001),
-    steps=30,
+    steps=22,
     prompts=32,
     group=8,
     optimiser=OptimiserConfig(lr=2e-4, schedule="linear", warmup_steps=3),

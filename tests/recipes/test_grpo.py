@@ -48,7 +48,7 @@ def accuracy(workdir: Path, phase: str, greedy: bool) -> float:
 
 @pytest.mark.slow
 def test_grpo_raises_the_accuracy_on_sums_never_seen(tiny):
-    # The config states 0.43 and 0.89; the margin leaves room for another machine's rounding.
+    # The config states 0.40 and 0.89; the margin leaves room for another machine's rounding.
     before, after = (accuracy(tiny, phase, greedy=False) for phase in ("before", "after"))
     assert after > before + 0.3 and after > 0.75
 
