@@ -1,8 +1,7 @@
-"""Names of leaves, and what is done by name or over all leaves: select, count, cast, norm."""
+"""Names of leaves, and what is done by name or over all leaves: count, cast, norm."""
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,11 +27,6 @@ def unflatten(leaves: Mapping[str, Any], separator: str = "/") -> dict[str, Any]
             node = node.setdefault(part, {})
         node[last] = leaf
     return tree
-
-
-def select(tree: Tree, pattern: str) -> dict[str, Any]:
-    """Returns the named leaves that match a shell pattern ("layers/*_norm")."""
-    return {name: x for name, x in flatten(tree).items() if fnmatch.fnmatch(name, pattern)}
 
 
 def count(tree: Tree) -> int:

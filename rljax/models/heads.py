@@ -21,18 +21,12 @@ def weight(tree: Any) -> Array:
 def logits(
     tree: Any, cfg: spec.ModelConfig, x: Array, precision: layers.Precision = layers.FLOAT32
 ) -> Array:
-    """Logits [..., V] float32 of hidden states [..., D], soft-capped; padded ids at finfo.min.
-
-    A tree with `head_t` [D, V] (the decode engine's copy) is read in that form.
-    """
-    if "head_t" in tree:
-        z = layers.dot(x.astype(jnp.float32), tree["head_t"], precision)
-    else:
-        z = lax.dot_general(
-            x.astype(precision.products), weight(tree).astype(precision.products),
-            (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32,
-            precision=lax.Precision.HIGHEST if precision.products == "float32" else None,
-        )  # fmt: skip
+    """Logits [..., V] float32 of hidden states [..., D], soft-capped; padded ids at finfo.min."""
+    z = lax.dot_general(
+        x.astype(precision.products), weight(tree).astype(precision.products),
+        (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if precision.products == "float32" else None,
+    )  # fmt: skip
     if cfg.logit_softcap is not None:
         z = cfg.logit_softcap * jnp.tanh(z / cfg.logit_softcap)
     if cfg.vocab_used < cfg.vocab_size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 from rljax import metrics, provenance, rewards
 from rljax import policy as policies
 from rljax.decode import batching
-from rljax.envs.single_turn import Example, Task
+from rljax.envs.single_turn import Task
 from rljax.models import layers
 from rljax.recipes import workdir as runs
 from rljax.sharding import mesh, rules
@@ -87,7 +87,8 @@ def evaluate(
         )
     limit = max_tokens or task.max_tokens
     prompts = [policy.encode(row.prompt) for row in rows]
-    _check_room(policy, rows, prompts, limit)
+    longest, uid = max((len(ids), row.uid) for row, ids in zip(rows, prompts, strict=True))
+    runs.check_room(policy, longest, uid, limit)
     stop_ids = policy.stop_ids(task.stop)
 
     def requests(count: int, temperature: float) -> list[batching.Request]:
@@ -125,18 +126,6 @@ def evaluate(
             for p in chosen
         ],
     }
-
-
-def _check_room(
-    policy: policies.Policy, rows: Sequence[Example], prompts: Sequence[list[int]], limit: int
-) -> None:
-    longest, uid = max((len(ids), row.uid) for row, ids in zip(rows, prompts, strict=True))
-    room = policy.cfg.max_positions
-    if longest + limit > room:
-        raise ValueError(
-            f"the prompt of row {uid} has {longest} tokens; with max_tokens={limit} that is past "
-            f"the model's {room} positions; lower max_tokens or drop such rows"
-        )
 
 
 def _seed(seed: int, uid: int) -> int:

@@ -151,12 +151,7 @@ class Run:
                 f"the prompt of row {uid} has {longest} tokens and max_prompt_tokens is {limit}; "
                 "raise it, or drop such rows from the task"
             )
-        room = self.policy.cfg.max_positions
-        if longest + self.max_tokens > room:
-            raise ValueError(
-                f"the prompt of row {uid} has {longest} tokens; with max_tokens={self.max_tokens} "
-                f"that is past the model's {room} positions; lower max_tokens or drop such rows"
-            )
+        runs.check_room(self.policy, longest, uid, self.max_tokens)
         return longest
 
     def _split(self) -> int:
@@ -199,8 +194,7 @@ class Run:
             completions = self._complete(prompts, self._seeds(len(prompts), draw))
         with self.display.phase("reward"):
             return sync.collect(
-                lambda *_: completions, self.policy.tokenizer.decode, self.task.reward,
-                examples, prompts, [],
+                completions, self.policy.tokenizer.decode, self.task.reward, examples, prompts,
             )  # fmt: skip
 
     def rollout(self) -> tuple[sync.Rollout, dict[str, float]]:

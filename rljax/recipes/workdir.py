@@ -42,6 +42,16 @@ def make_policy(
     )
 
 
+def check_room(policy: policies.Policy, prompt_tokens: int, uid: int, max_tokens: int) -> None:
+    """Raises ValueError where prompt and completion of a row pass the model's positions."""
+    room = policy.cfg.max_positions
+    if prompt_tokens + max_tokens > room:
+        raise ValueError(
+            f"the prompt of row {uid} has {prompt_tokens} tokens; with max_tokens={max_tokens} "
+            f"that is past the model's {room} positions; lower max_tokens or drop such rows"
+        )
+
+
 def check_finite(step: int, values: Mapping[str, float]) -> None:
     """Stops a run whose loss or gradient is not a number, naming step and metric."""
     for name in ("loss", "grad_norm"):

@@ -15,9 +15,6 @@ from rljax import rewards
 from rljax.decode.batching import Completion
 from rljax.losses.base import Batch
 
-Complete = Callable[[list[list[int]], list[int]], list[list[Completion]]]
-"""(prompts as ids, one seed a prompt) -> the completions of each prompt."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
@@ -81,14 +78,13 @@ class Rollout:
 
 
 def collect(
-    complete: Complete,
+    completions: list[list[Completion]],
     decode: Callable[[Sequence[int]], str],
     reward: rewards.Reward,
     examples: Sequence[Any],
     prompts: list[list[int]],
-    seeds: list[int],
 ) -> Rollout:
-    """Samples completions of `prompts` and scores them; groups go by place, never by text.
+    """Scores the completions of `prompts`; groups go by place, never by text.
 
     Args:
       decode: ids -> text for the reward; the ids themselves are what is trained on.
@@ -96,7 +92,6 @@ def collect(
     Raises:
       rewards.RewardError: from the reward function, see `rewards.call_reward`.
     """
-    completions = complete(prompts, seeds)
     texts = [decode(c.ids.tolist()) for group in completions for c in group]
     rows = [e for e, group in zip(examples, completions, strict=True) for _ in group]
     scores = rewards.call_reward(reward, texts, rows)

@@ -23,8 +23,8 @@ def collect(groups: list[list[list[int]]], reward: Any, prompts: Any = None) -> 
     prompts = prompts or [[7] * (p + 1) for p in range(len(groups))]
     examples = [Example(uid=10 + p, prompt=f"prompt {p}") for p in range(len(groups))]
     return sync.collect(
-        lambda *_: [[completion(ids) for ids in group] for group in groups],
-        lambda ids: " ".join(map(str, ids)), reward, examples, prompts, [0] * len(groups),
+        [[completion(ids) for ids in group] for group in groups],
+        lambda ids: " ".join(map(str, ids)), reward, examples, prompts,
     )  # fmt: skip
 
 
