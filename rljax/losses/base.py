@@ -42,6 +42,12 @@ class Batch(Record):
     logp_sampler: Array | None = None  # [B, T] as the decode engine sampled the token
     logp_old: Array | None = None  # [B, T] by the trainer before this batch's first update
     logp_ref: Array | None = None  # [B, T] by the frozen reference
+    topk_ids: Array | None = None  # [B, T, K] int32 likeliest ids of the sampler, -1 = empty slot
+    topk_logp: Array | None = None  # [B, T, K] log-probs of topk_ids as the token was sampled
+    value: Array | None = None  # [B, T] by the critic before the update, expected return from t on
+    value_target: Array | None = None  # [B, T] what the critic learns, written by a returns member
+    turn: Array | None = None  # [B, T] int32 number of the turn that a token belongs to, from 0
+    role: Array | None = None  # [B] int32 role that the policy played in the response, from 0
 
 
 class Terms(Record):
@@ -254,6 +260,15 @@ SUPPLY = {
     "logp_sampler": "fill Batch.logp_sampler with the log-probs that the decode engine recorded",
     "logp_old": "fill Batch.logp_old: score the batch with the parameters before the update",
     "logp_ref": "fill Batch.logp_ref: score the batch with the reference parameters",
+    "topk_ids": "let the decode engine record its likeliest ids (DecodeConfig.topk)",
+    "topk_logp": "let the decode engine record its likeliest ids (DecodeConfig.topk)",
+    "topk_logp_live": "pass topk_logp_live=..., [B, T, K]: the trainer's log-probs at topk_ids",
+    "sum_squares": "pass sum_squares=..., [B, T]: sum over the vocabulary of pi^2",
+    "value": "fill Batch.value with the critic's values of the batch",
+    "value_target": "put a returns member (gae(), monte_carlo()) before it",
+    "value_live": "pass value_live=..., [B, T]: the critic's values that carry a gradient",
+    "turn": "fill Batch.turn with the turn that each token belongs to",
+    "role": "fill Batch.role with an id per response of the role that the policy played",
     "entropy": "pass entropy=..., [B, T], as the score or train step returns it",
 }
 
