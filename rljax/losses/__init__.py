@@ -36,13 +36,16 @@ from rljax.losses.base import (
 from rljax.losses.distill import nll
 from rljax.losses.ratio import geometric_ratio, sequence_ratio, token_ratio
 from rljax.losses.regularise import entropy_bonus, kl_estimate, kl_to_reference
+from rljax.losses.returns import gae, kl_in_reward, length_adaptive_gae, monte_carlo
 from rljax.losses.surrogate import clip_ratio, dual_clip, score
+from rljax.losses.value import bounded, value_huber, value_squared
 
 __all__ = [
     "Batch",
     "LossTransform",
     "Terms",
     "algorithms",
+    "bounded",
     "chain",
     "check_groups",
     "clip_ratio",
@@ -50,12 +53,16 @@ __all__ = [
     "drop_truncated",
     "dual_clip",
     "entropy_bonus",
+    "gae",
     "geometric_ratio",
     "group_centre",
     "group_standardise",
     "kl_estimate",
+    "kl_in_reward",
     "kl_to_reference",
     "leave_one_out",
+    "length_adaptive_gae",
+    "monte_carlo",
     "nll",
     "on_batch",
     "on_terms",
@@ -70,5 +77,7 @@ __all__ = [
     "token_mean",
     "token_ratio",
     "token_sum",
+    "value_huber",
+    "value_squared",
     "whiten",
 ]

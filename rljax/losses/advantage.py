@@ -101,21 +101,34 @@ def returns_to_go(gamma: float = 1.0) -> LossTransform:
         raise ValueError(f"gamma={gamma}; a discount lies in [0, 1]")
 
     def fn(batch: Batch) -> Batch:
-        mask = batch.mask
-        after = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # trained tokens from t on
-        reward = jnp.where((mask > 0) & (after == 1), _known(batch)[0][:, None], 0.0)
-        if batch.token_reward is not None:
-            reward = reward + batch.token_reward
-
-        def step(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
-            r, m = now  # [B]
-            later = jnp.where(m > 0, r + gamma * later, later)
-            return later, later
-
-        _, out = jax.lax.scan(step, jnp.zeros_like(mask[:, 0]), (reward.T, mask.T), reverse=True)
-        return batch.replace(advantage=jnp.where(mask > 0, out.T, 0.0))
+        returns = discounted(token_rewards(batch), batch.mask, gamma)
+        return batch.replace(advantage=jnp.where(batch.mask > 0, returns, 0.0))
 
     return on_batch(fn, needs=["reward"], gives=["advantage"], name="returns_to_go")
+
+
+def token_rewards(batch: Batch) -> Array:
+    """[B, T]: `Batch.reward` on the last trained token, plus `Batch.token_reward` where given."""
+    mask = batch.mask
+    after = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # trained tokens from t on
+    reward = jnp.where((mask > 0) & (after == 1), _known(batch)[0][:, None], 0.0)
+    return reward if batch.token_reward is None else reward + batch.token_reward
+
+
+def discounted(x: Array, mask: Array, decay: Array | float) -> Array:
+    """out_t = x_t + decay * out_(t+1) at trained tokens; elsewhere out_t = out_(t+1). All [B, T].
+
+    Args:
+      decay: a number, or one a row [B].
+    """
+
+    def step(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, m = now  # [B]
+        later = jnp.where(m > 0, x + decay * later, later)
+        return later, later
+
+    start = jnp.zeros_like(x[:, 0])
+    return jax.lax.scan(step, start, (x.T, mask.T), reverse=True)[1].T
 
 
 def whiten(eps: float = 1e-8) -> LossTransform:

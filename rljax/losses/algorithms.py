@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+
 from rljax.losses import advantage as adv
 from rljax.losses import aggregate as agg
-from rljax.losses.base import LossTransform, chain
+from rljax.losses import returns, value
+from rljax.losses.base import Batch, LossTransform, Terms, chain, on_terms
 from rljax.losses.distill import nll
 from rljax.losses.ratio import Anchor, geometric_ratio, token_ratio
 from rljax.losses.regularise import entropy_bonus, kl_to_reference
@@ -32,7 +36,7 @@ def _close(
 def ppo(
     low=0.2, high=0.2, dual: float | None = None, anchor: Anchor = "old", kl=0.0, entropy=0.0
 ) -> LossTransform:
-    """Clipped policy loss of PPO, token mean; the caller fills `Batch.advantage`.
+    """Clipped policy loss of PPO, token mean; the caller fills `Batch.advantage`, or see `ppo_gae`.
 
     Schulman et al. 2017, arXiv 1707.06347, equation 7; `dual` adds the cap of arXiv 1912.09729.
     Departure: the policy part alone, without a critic's loss.
@@ -40,6 +44,42 @@ def ppo(
     capped = (dual_clip(dual),) if dual is not None else ()
     policy = (token_ratio(anchor), clip_ratio(low, high), *capped)
     return _close(policy, kl, entropy, agg.token_mean())
+
+
+def ppo_gae(
+    gamma=1.0, lambda_=0.95, low=0.2, high=0.2, anchor: Anchor = "old", kl=0.0, entropy=0.0
+) -> LossTransform:
+    """PPO with a critic: generalised advantages whitened over the batch, clipped ratio, token mean.
+
+    Schulman et al. 2017, arXiv 1707.06347, with arXiv 1506.02438; whitened as is usual for
+    language models (Ouyang et al. 2022, arXiv 2203.02155). The critic's own loss is `critic`.
+    """
+    policy = (returns.gae(gamma, lambda_), adv.whiten(), token_ratio(anchor), clip_ratio(low, high))
+    return _close(policy, kl, entropy, agg.token_mean())
+
+
+def bpco(delta=0.2, alpha=0.4, cap=20.0, kl=0.0, entropy=0.0) -> LossTransform:
+    """BPCO: a critic in place of a group, one response a prompt is enough; nothing is normalised.
+
+    Qi, Zhou and Lee, arXiv 2608.23566: length-adaptive advantages, Monte-Carlo targets, a binary TV
+    trust region around the sampler. Departures: lambda is clamped to [0, 1]; score form, whose
+    ratio `cap` bounds.
+    """
+    region = (token_ratio("sampler"), _binary_tv(delta), score(high=cap))
+    policy = (returns.length_adaptive_gae(alpha), *region)
+    return _close(policy, kl, entropy, agg.sequence_mean_token_sum())
+
+
+def _binary_tv(delta: float) -> LossTransform:
+    """Drops tokens that move away from the sampler and are |pi - mu| > delta from it already."""
+
+    def fn(terms: Terms, batch: Batch) -> Terms:
+        assert batch.advantage is not None and batch.logp_sampler is not None
+        gap = jnp.exp(jax.lax.stop_gradient(terms.logp)) - jnp.exp(batch.logp_sampler)
+        dead = (jnp.abs(gap) > delta) & (batch.advantage * gap > 0)
+        return terms.replace(keep=jnp.where(dead, 0.0, terms.keep))
+
+    return on_terms(fn, needs=["advantage", "logp_sampler"], name="binary_tv")
 
 
 def grpo(low=0.2, high=0.2, anchor: Anchor = "old", kl=0.0, entropy=0.0) -> LossTransform:
@@ -139,6 +179,14 @@ def reinforce_pp_baseline(
     return _close(policy, kl, entropy, agg.token_mean())
 
 
+def critic(clip: float | None = None) -> LossTransform:
+    """A critic's own loss: squared distance from the targets, token mean.
+
+    The targets are those of the policy's chain, `ppo_gae` or `bpco`; `clip` as in `value_squared`.
+    """
+    return chain(value.value_squared(clip), agg.token_mean())
+
+
 def sft() -> LossTransform:
     """Supervised fine-tuning: mean negative log-likelihood of the trained tokens."""
     return chain(nll(), agg.token_mean())
@@ -148,6 +196,8 @@ ALGORITHMS: dict[str, Callable[..., LossTransform]] = {
     f.__name__: f
     for f in (
         ppo,
+        ppo_gae,
+        bpco,
         grpo,
         dr_grpo,
         dapo,

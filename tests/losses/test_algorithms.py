@@ -112,3 +112,45 @@ def test_policy_losses_equal_the_reference(name):
     coefficient = np.array(expected["per_token_coefficient"])
     np.testing.assert_allclose(by_logp, weight * coefficient, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(by_logits, case["expected_gradient"]["value"], rtol=1e-4, atol=1e-6)
+
+
+def test_bpco_equals_its_reference_from_rewards_and_values_to_both_gradients():
+    path = Path(__file__).parents[1] / "golden" / "returns.json"
+    cases = json.loads(path.read_text())["cases"]
+    [case] = [c for c in cases if c["name"] == "bpco_end_to_end"]
+    inputs = {k: jnp.asarray(v) for k, v in case["inputs"].items()}
+    expected, hyper = case["expected"], case["hyperparameters"]
+    loss, critic = A.bpco(delta=hyper["delta_low"]), A.critic()
+
+    def pick(logits):
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), inputs["actions"][..., None], -1)[
+            ..., 0
+        ]
+
+    def head(raw):
+        return L.bounded(raw, 0.0, 1.0)
+
+    @jax.jit
+    def everything(logits, raw):
+        batch = L.Batch(
+            mask=inputs["mask"].astype(jnp.float32), reward=inputs["rewards"], value=head(raw),
+            logp_sampler=pick(inputs["mu_logits"]),
+        )  # fmt: skip
+        batch, state = loss.prepare(batch, loss.init(batch))
+        policy = jax.value_and_grad(lambda z: loss(pick(z), batch, state)[0])(logits)
+        taught, own = critic.prepare(batch, critic.init(batch))
+        zero = jnp.zeros_like(raw)
+        value = jax.value_and_grad(lambda x: critic(zero, taught, own, value_live=head(x))[0])(raw)
+        return policy, value, batch
+
+    (value, by_logits), (critic_loss, by_raw), batch = everything(
+        inputs["logits"], inputs["raw_values"]
+    )
+    mask = np.asarray(inputs["mask"])
+    np.testing.assert_allclose(batch.advantage, inputs["advantages"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(batch.value_target, mask * np.array(expected["mc_targets"]))
+    np.testing.assert_allclose(value, expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(by_logits, case["expected_gradient"]["value"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(critic_loss, expected["value_loss"], rtol=1e-5)
+    wanted = expected["value_loss_gradient_wrt_raw"]
+    np.testing.assert_allclose(by_raw, wanted, rtol=1e-4, atol=1e-7)
