@@ -264,6 +264,10 @@ SUPPLY = {
     "topk_logp": "let the decode engine record its likeliest ids (DecodeConfig.topk)",
     "topk_logp_live": "pass topk_logp_live=..., [B, T, K]: the trainer's log-probs at topk_ids",
     "sum_squares": "pass sum_squares=..., [B, T]: sum over the vocabulary of pi^2",
+    **dict.fromkeys(
+        ("full_kl", "full_tv", "full_kl_dot", "full_tv_dot"),
+        "pass it, [B, T], from kernels.logprob.divergences; a train step does, given the anchor",
+    ),
     "value": "fill Batch.value with the critic's values of the batch",
     "value_target": "put a returns member (gae(), monte_carlo()) before it",
     "value_live": "pass value_live=..., [B, T]: the critic's values that carry a gradient",

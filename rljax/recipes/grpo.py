@@ -233,12 +233,15 @@ class Run:
             if "logp_old" in loss.needs and not self.step_cfg.on_policy:
                 batch = batch.replace(logp_old=self.score(self.state.params, rows)["logp"])
             jax.block_until_ready(batch)
+        anchor = ()
+        if loss.needs & steps.FULL:  # a copy, as the first update donates the parameters
+            anchor = (jax.tree.map(jnp.copy, self.state.params),)
         with self.display.phase("train"):
             means = []
             for part in range(config.updates):
                 cut = _Part(part, config.updates)
                 self.state, out = self.update(
-                    self.state, jax.tree.map(cut, rows), jax.tree.map(cut, batch)
+                    self.state, jax.tree.map(cut, rows), jax.tree.map(cut, batch), *anchor
                 )
                 means.append(metrics.to_floats(out))
                 runs.check_finite(self.number, means[-1])

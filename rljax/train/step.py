@@ -75,25 +75,45 @@ def check_rows(rows: int, microbatches: int, layout: rules.Layout) -> None:
         )
 
 
-def _logp(
+FULL = frozenset({"full_kl", "full_tv", "full_kl_dot", "full_tv_dot"})
+
+
+def _head(
     tree: Any,
     cfg: spec.ModelConfig,
     step: StepConfig,
     layout: rules.Layout,
     rows: Sequences,
-    live: bool,
-) -> tuple[Array, Array]:
-    """Log-prob and entropy [B, T] of the response tokens, B = R * G."""
-    x = decoder.grouped_hidden(
-        tree, cfg, rows.prompt, rows.prompt_length, rows.response,
-        precision=step.precision, remat=step.remat, layout=layout,
+    needs: frozenset[str] = frozenset(),
+    topk_ids: Array | None = None,
+    anchor: Any = None,
+) -> dict[str, Array]:
+    """Log-prob and entropy [B, T] of the response tokens, B = R * G, and what `needs` names."""
+
+    def hidden(tree: Any, remat: decoder.Remat = "none") -> Array:
+        return decoder.grouped_hidden(
+            tree, cfg, rows.prompt, rows.prompt_length, rows.response,
+            precision=step.precision, remat=remat, layout=layout,
+        )  # fmt: skip
+
+    settings: Any = {"temperature": step.temperature, "precision": step.precision, "layout": layout}
+    if "topk_logp_live" not in needs:
+        topk_ids = None
+    elif topk_ids is not None:
+        topk_ids = topk_ids.reshape(*rows.response.shape, topk_ids.shape[-1])
+    x = hidden(tree, step.remat)
+    out = heads.token_statistics(
+        tree, cfg, x, rows.response, entropy_gradient="entropy" in needs,
+        sum_squares="sum_squares" in needs, topk_ids=topk_ids, **settings,
     )  # fmt: skip
-    logp, entropy = heads.token_logp(
-        tree, cfg, x, rows.response, temperature=step.temperature, precision=step.precision,
-        entropy_gradient=live, layout=layout,
-    )  # fmt: skip
-    T = rows.response.shape[-1]
-    return logp.reshape(-1, T), entropy.reshape(-1, T)
+    if topk_ids is not None:
+        out["topk_logp_live"] = out.pop("topk_logp")
+    if needs & FULL:
+        full = heads.divergences(
+            tree, anchor, cfg, x, hidden(anchor), rows.response, **settings
+        )  # fmt: skip
+        out |= {name: full[name] for name in needs & FULL}
+    return {name: v.reshape(-1, *v.shape[2:]) for name, v in out.items()}
 
 
 def make_score(
@@ -109,14 +129,14 @@ def make_score(
         check_rows(R, step.microbatches, layout)
         tree = _tree(params, cfg, step, layout)
         parts = _cut(sequences, R, step.microbatches)
-        logp, entropy = lax.map(lambda rows: _logp(tree, cfg, step, layout, rows, False), parts)
+        out = lax.map(lambda rows: _head(tree, cfg, step, layout, rows), parts)
 
         def whole(x: Array) -> Array:  # [M, B/M, T] back to [B, T], undoing the stride
             T, G = x.shape[-1], sequences.response.shape[1]
             x = x.reshape(step.microbatches, R // step.microbatches, G, T).swapaxes(0, 1)
             return x.reshape(R * G, T)
 
-        return {"logp": whole(logp), "entropy": whole(entropy)}
+        return jax.tree.map(whole, out)
 
     params = layout.tree(spec.specs(cfg))
     rows = layout.sharding(("batch",))
@@ -177,8 +197,12 @@ def make_step(
     optimiser: optax.GradientTransformation,
     step_cfg: StepConfig,
     layout: rules.Layout,
-) -> Callable[[TrainState, Sequences, base.Batch], tuple[TrainState, dict[str, Metric]]]:
+) -> Callable[..., tuple[TrainState, dict[str, Metric]]]:
     """Returns jitted step(state, sequences, batch) -> (state, metrics); the state is donated.
+
+    A loss that needs divergences over the whole vocabulary ("full_kl", ...) has the parameters that
+    sampled the batch as a fourth argument: mu is what the trainer computes from them. That costs
+    their memory, a second forward pass and four more products with the head.
 
     Metrics are those of the loss chain, plus "loss", "entropy", "grad_norm" and, where the batch
     has the sampler's log-probs, "mismatch/*". Read them with `.mean`.
@@ -187,9 +211,10 @@ def make_step(
       ValueError: while tracing, if the rows do not divide (`check_rows`) or the batch lacks what
         the loss reads.
     """
+    full = bool(loss.needs & FULL)
 
     def step(
-        state: TrainState, sequences: Sequences, batch: base.Batch
+        state: TrainState, sequences: Sequences, batch: base.Batch, anchor: Any = None
     ) -> tuple[TrainState, dict[str, Metric]]:
         R = sequences.prompt.shape[0]
         check_rows(R, step_cfg.microbatches, layout)
@@ -197,13 +222,15 @@ def make_step(
         if own_old:  # checked for by prepare, filled in per microbatch below
             batch = batch.replace(logp_old=jnp.zeros_like(batch.mask))
         batch, loss_state = loss.prepare(batch, state.loss_state)
+        anchor_tree = _tree(anchor, cfg, step_cfg, layout) if full else None
         tree, pull = jax.vjp(lambda p: _tree(p, cfg, step_cfg, layout), state.params)
 
         def value(tree: Any, rows: Sequences, part: base.Batch) -> Any:
-            logp, entropy = _logp(tree, cfg, step_cfg, layout, rows, "entropy" in loss.needs)
+            live = _head(tree, cfg, step_cfg, layout, rows, loss.needs, part.topk_ids, anchor_tree)
+            logp, entropy = live.pop("logp"), live["entropy"]
             if own_old:
                 part = part.replace(logp_old=lax.stop_gradient(logp))
-            live = {"entropy": entropy} if "entropy" in loss.needs else {}
+            live = {name: x for name, x in live.items() if name in loss.needs}
             total, metrics = loss(logp, part, loss_state, **live)
             gaps, maxima = _mismatch(logp, part)
             metrics = {
@@ -248,6 +275,6 @@ def make_step(
     return jax.jit(
         step,
         donate_argnums=0,
-        in_shardings=(shardings, rows, rows),
+        in_shardings=(shardings, rows, rows, *((shardings.params,) if full else ())),
         out_shardings=(shardings, layout.replicated),
     )

@@ -1,5 +1,7 @@
 """Blockwise log-probs against a dense log-softmax (jax.nn.log_softmax on whole logits)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,16 @@ from rljax.kernels import logprob
 M, D = 7, 16
 
 
-def dense(x, head, targets, shape, temperature):
+def log_softmax(x, head, shape, temperature):
     z = x @ head.T
     if shape.softcap is not None:
         z = shape.softcap * jnp.tanh(z / shape.softcap)
     z = jnp.where(jnp.arange(len(head)) < shape.vocab_used, z, -1e30) / temperature
-    logp = jax.nn.log_softmax(z)
+    return jax.nn.log_softmax(z)
+
+
+def dense(x, head, targets, shape, temperature):
+    logp = log_softmax(x, head, shape, temperature)
     entropy = -jnp.sum(jnp.exp(logp) * jnp.where(jnp.exp(logp) > 0, logp, 0.0), -1)
     return jnp.take_along_axis(logp, targets[:, None], 1)[:, 0], entropy
 
@@ -58,6 +64,54 @@ def test_equals_dense_log_softmax_in_value_and_gradient(V, used, block, shards, 
     ours_grad, theirs_grad = total(ours)(x, head)[1], total(theirs)(x, head)[1]
     for a, b in zip(ours_grad, theirs_grad, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * max(spread, 1))
+
+
+@pytest.mark.parametrize("V,used,block,shards,softcap,spread", CASES)
+def test_statistics_on_request_equal_dense_ones(V, used, block, shards, softcap, spread):
+    x, head, targets, _ = case(V, used, spread)
+    shape = logprob.HeadShape(used, block, shards, softcap, sum_squares=True)
+    ids = jax.random.randint(jax.random.key(5), (M, 5), 0, used).at[:, 3].set(-1)
+    out = jax.jit(lambda *a: logprob.token_statistics(*a, shape, 0.7, ids))(x, head, targets)
+    logp = log_softmax(x, head, shape, 0.7)
+    found = jnp.where(ids >= 0, jnp.take_along_axis(logp, jnp.maximum(ids, 0), 1), 0.0)
+    np.testing.assert_allclose(out["topk_logp"], found, rtol=1e-4, atol=2e-5 * max(spread, 1))
+    np.testing.assert_allclose(out["sum_squares"], jnp.exp(2 * logp).sum(-1), rtol=1e-4)
+    total = lambda x: sum(jnp.sum(v) for n, v in statistics(x).items() if n != "logp")  # noqa: E731
+    statistics = lambda x: logprob.token_statistics(x, head, targets, shape, 0.7, ids)  # noqa: E731
+    assert np.abs(jax.grad(total)(x)).max() == 0.0
+
+
+@pytest.mark.parametrize("V,used,block,shards,softcap,spread", CASES)
+def test_divergences_and_their_directions_equal_dense_ones(V, used, block, shards, softcap, spread):
+    x, head, targets, _ = case(V, used, spread)
+    anchor = head + 0.1 * jax.random.normal(jax.random.key(9), head.shape)
+    shape = logprob.HeadShape(used, block, shards, softcap)
+    out = jax.jit(lambda *a: logprob.divergences(*a, targets, shape, 0.7))(x, head, x, anchor)
+    logp, log_mu = log_softmax(x, head, shape, 0.7), log_softmax(x, anchor, shape, 0.7)
+    logp, log_mu = (np.asarray(v, np.float64)[:, :used] for v in (logp, log_mu))
+    logp, log_mu = (v - np.log(np.exp(v).sum(-1, keepdims=True)) for v in (logp, log_mu))
+    mu, step = np.exp(log_mu), np.eye(used)[targets] - np.exp(logp)
+
+    def moved(s):  # log pi after a step of size s along onehot(target) - pi
+        z = logp + s * step
+        return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+    kl = lambda lp: (mu * (log_mu - lp)).sum(-1)  # noqa: E731
+    tv = lambda lp: 0.5 * np.abs(mu - np.exp(lp)).sum(-1)  # noqa: E731
+    for name, value, s in (("full_kl", kl, 1e-5), ("full_tv", tv, 1e-8)):
+        np.testing.assert_allclose(out[name], value(logp), rtol=1e-3, atol=2e-6 * max(spread, 1))
+        slope = (value(moved(s)) - value(moved(-s))) / (2 * s)  # central difference, float64
+        np.testing.assert_allclose(out[f"{name}_dot"], slope, rtol=1e-3, atol=1e-5 * max(spread, 1))
+
+
+def test_a_plain_loss_compiles_to_the_same_program_whatever_can_be_asked_for():
+    x, head, targets, _ = case(40, 40)
+    text = lambda fn: jax.jit(fn).lower(x, head, targets).as_text()  # noqa: E731
+    shape = logprob.HeadShape(40, 16)
+    plain = text(lambda *a: logprob.token_logp(*a, shape)[0])
+    assert plain == text(lambda *a: logprob.token_statistics(*a, shape)["logp"])
+    more = dataclasses.replace(shape, sum_squares=True)
+    assert plain != text(lambda *a: logprob.token_statistics(*a, more)["sum_squares"])
 
 
 def test_temperature_divides_logits_not_log_probs():

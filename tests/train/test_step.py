@@ -91,6 +91,59 @@ def test_result_does_not_depend_on_how_it_is_computed(expected, sizes, microbatc
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
+STATISTICS = ("topk_logp_live", "sum_squares", "full_kl", "full_tv", "full_kl_dot", "full_tv_dot")
+
+
+def measure(terms, batch):
+    """Puts the mean of each statistic of the head into the metrics."""
+    for name in STATISTICS:
+        x = terms.live[name]
+        values = jnp.sum(x * jnp.arange(1.0, 1 + x.shape[-1]), -1) if x.ndim == 3 else x
+        terms = terms.measured(name, values, batch.mask)
+    return terms
+
+
+MEASURED = losses.chain(
+    losses.group_centre(), losses.on_terms(measure, needs=STATISTICS), losses.token_mean()
+)
+
+
+@pytest.mark.parametrize("sizes,microbatches", [((1, 1, 1), 1), ((1, 1, 1), 4), ((2, 2, 2), 2)])
+def test_statistics_of_the_head_equal_those_of_whole_logits(sizes, microbatches):
+    place = layout(*sizes)
+    state = steps.make_init(CFG, OPTIMISER, place)(PARAMS)
+    ids = np.stack([np.roll(ROWS.response, i, 0).reshape(R * G, T) for i in range(3)], -1)
+    ids[..., 2] = -1
+    batch = BATCH.replace(topk_ids=ids.astype(np.int32))
+    state = state.replace(loss_state=MEASURED.init(batch))
+    anchor = jax.tree.map(lambda x: x * 1.05, PARAMS)
+    config = steps.StepConfig(microbatches, temperature=0.7, form="stacked")
+    step = steps.make_step(CFG, MEASURED, OPTIMISER, config, place)
+    metrics = step(state, ROWS, batch, anchor)[1]
+
+    @jax.jit
+    def log_probs(params):
+        x = decoder.grouped_hidden(params, CFG, ROWS.prompt, ROWS.prompt_length, ROWS.response)
+        return jax.nn.log_softmax(heads.logits(params, CFG, x) / 0.7).reshape(R * G, T, -1)
+
+    logp, log_mu = log_probs(PARAMS), log_probs(anchor)
+    pi, mu, chosen = jnp.exp(logp), jnp.exp(log_mu), ROWS.response.reshape(R * G, T, 1)
+    at = lambda x, i=chosen: jnp.take_along_axis(x, jnp.asarray(i), -1)  # noqa: E731
+    q = jnp.sum(pi**2, -1, keepdims=True)
+    change = pi * ((jnp.arange(CFG.vocab_size) == chosen) - pi - at(pi) + q)
+    expected = {
+        "topk_logp_live": (at(logp, ids[..., :2]) * jnp.asarray([1.0, 2.0])).sum(-1),
+        "sum_squares": q[..., 0],
+        "full_kl": jnp.where(mu > 0, mu * (log_mu - logp), 0.0).sum(-1),
+        "full_tv": jnp.abs(mu - pi).sum(-1) / 2,
+        "full_kl_dot": (at(pi) - at(mu))[..., 0] + (pi * (mu - pi)).sum(-1),
+        "full_tv_dot": (jnp.sign(pi - mu) * change).sum(-1) / 2,
+    }
+    for name, x in expected.items():
+        mean = float((x * BATCH.mask).sum() / BATCH.mask.sum())
+        assert float(metrics[name].mean) == pytest.approx(mean, rel=2e-4, abs=2e-6), name
+
+
 def test_scores_equal_a_whole_forward_pass_at_every_position():
     # trainer and sampler must agree index by index; a shift by one position fails here
     config = steps.StepConfig(microbatches=2, temperature=0.7)
