@@ -96,18 +96,24 @@ def timed_sampler(policy: policies.Policy, batch: int, repeats: int) -> dict[str
     return {"tok_s": batch * NEW_TOKENS / seconds, "median_s": seconds, "first_s": first}
 
 
-def work(size: limit.Size) -> dict[str, Any]:
-    """Products of one scoring pass: layers at every token of a row, the head at response tokens."""
-    tokens = PROMPT_TOKENS + GROUP * NEW_TOKENS  # one row: a prompt and its group
-    pieces = [*limit.layer_products(size, tokens).values()]
-    return {"layers": pieces, "head": limit.head_product(size, GROUP * NEW_TOKENS)}
+def attention_flops(size: limit.Size) -> int:
+    """Flops of one row's attention, scores and values, counting only the keys a token may see."""
+    prompt = PROMPT_TOKENS * (PROMPT_TOKENS + 1) // 2
+    response = NEW_TOKENS * PROMPT_TOKENS + NEW_TOKENS * (NEW_TOKENS + 1) // 2
+    return 4 * size.layers * size.heads * size.head_size * (prompt + GROUP * response)
 
 
 def limits(size: limit.Size, dtype: str) -> dict[str, float]:
-    """Seconds that the flops of scoring and of training take at the measured rates."""
-    pieces = work(size)
-    body = PROMPTS * limit.seconds(pieces["layers"], dtype)
-    head = PROMPTS * limit.seconds([pieces["head"]], dtype)
+    """Seconds that the flops of scoring and of training take at the measured rates.
+
+    A row is a prompt and its group: layers at every token, the head at response tokens. Attention
+    is taken to run at the rate of the layers' products.
+    """
+    products = [*limit.layer_products(size, PROMPT_TOKENS + GROUP * NEW_TOKENS).values()]
+    layers_s = limit.seconds(products, dtype)
+    attention_s = layers_s * attention_flops(size) / sum(p.flops for p in products)
+    body = PROMPTS * (layers_s + attention_s)
+    head = PROMPTS * limit.seconds([limit.head_product(size, GROUP * NEW_TOKENS)], dtype)
     # Training: forward and twice that backward; the blockwise head computes its logits once more.
     return {"score_s": body + head, "train_s": 3 * body + 4 * head, "read_gbps": limit.read_gbps()}
 

@@ -62,9 +62,10 @@ class Policy:
         self.cfg, self.tokenizer, self.precision, self.decode = cfg, tokenizer, precision, decode
         self.layout = layout or rules.single()
         self.update(params)
-        decode_mesh = mesh.make_mesh(decode.mesh, self.layout.mesh.devices)
-        self.decode_layout = rules.Layout.of(decode_mesh, rules.DECODE_RULES)
-        self._reshard = reshard.make_reshard(spec.specs(cfg), self.decode_layout, decode.weights)
+        self.decode_layout = rules.decode_layout(decode.mesh, self.layout.mesh)
+        self._reshard = reshard.make_reshard(
+            spec.specs(cfg), self.layout, self.decode_layout, decode.weights
+        )
         self._engine: engine.Engine | None = None
         self._tree: Any = None
 

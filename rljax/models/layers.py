@@ -44,7 +44,26 @@ def _contract(a: Array, b: Array, a_dims: tuple, b_dims: tuple, dtype: str) -> A
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _dot(x: Array, w: Array, inputs: int, dtype: str) -> Array:
     first = x.ndim - inputs
+    if math.prod(x.shape[:first]) == 1 and jax.default_backend() == "cpu":
+        return _one_row(x, w, inputs, dtype)
     return _contract(x, w, tuple(range(first, x.ndim)), tuple(range(inputs)), dtype)
+
+
+def _one_row(x: Array, w: Array, inputs: int, dtype: str) -> Array:
+    """The product of one row as a sum of two halves, which two cores read side by side.
+
+    XLA's CPU backend reads the weights of a plain one 1.3 to 2 times slower.
+    """
+    outs = w.shape[inputs:]
+    k = math.prod(w.shape[:inputs])
+    parts = 2 - k % 2
+    row, weights = x.reshape(parts, k // parts), w.reshape(parts, k // parts, -1)
+    precision = lax.Precision.HIGHEST if dtype == "float32" else None
+    halves = lax.dot_general(
+        row.astype(dtype), weights.astype(dtype), (((1,), (1,)), ((0,), (0,))),
+        precision=precision, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    return halves.sum(0).reshape(*x.shape[: x.ndim - inputs], *outs)
 
 
 def _dot_fwd(x: Array, w: Array, inputs: int, dtype: str) -> tuple[Array, tuple[Array, Array]]:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "fsdp", "tensor")
+DECODE_AXES = ("data", "extra", "tensor", "micro")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,3 +48,33 @@ def make_mesh(cfg: MeshConfig, devices: Any = None) -> Mesh:
         )
     sizes = [flat.size // known if s == -1 else s for s in sizes]
     return Mesh(flat.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def make_decode_mesh(cfg: MeshConfig, train: Mesh) -> Mesh:
+    """Returns the decode mesh over the training mesh's devices, in the same order.
+
+    Its axes are (data, extra, tensor, micro). Of a training tensor axis wider than the decode one
+    the major factor is kept and the minor one, micro, joins the batch: each training shard is a
+    slice of its decode shard. A narrower one is widened by extra, the minor factor of data and
+    fsdp. Weights are split over (tensor, extra), sequences over (data, micro).
+
+    Args:
+      cfg: sizes in decoding; fsdp is 1, -1 takes what the others leave.
+
+    Raises:
+      ValueError: if the sizes do not fit the devices, or the training tensor axis.
+    """
+    whole = make_mesh(cfg, train.devices)
+    if whole.shape["fsdp"] > 1:
+        raise ValueError("the decode mesh splits no weights over fsdp; set decode.mesh.fsdp to 1")
+    tensor, before = whole.shape["tensor"], train.shape["tensor"]
+    if before % tensor and tensor % before:
+        sizes = [n for n in range(1, train.size + 1) if train.size % n == 0]
+        fits = [n for n in sizes if before % n == 0 or n % before == 0]
+        raise ValueError(
+            f"decode.mesh.tensor={tensor} beside mesh.tensor={before}: one must divide the other, "
+            f"so that shards are slices of shards; sizes that work: {fits}"
+        )
+    keep, extra = min(tensor, before), max(tensor // before, 1)
+    shape = (-1, extra, keep, before // keep)
+    return Mesh(train.devices.reshape(shape), DECODE_AXES, axis_types=(AxisType.Auto,) * 4)

@@ -25,8 +25,17 @@ TRAIN_RULES: Rules = {
 }
 """Weights are split over fsdp and tensor; sequences over data and fsdp."""
 
-DECODE_RULES: Rules = {**TRAIN_RULES, "embed": ()}
-"""Weights are split over tensor alone, so that a decode step gathers none."""
+_WEIGHTS = ("tensor", "extra")
+DECODE_RULES: Rules = {
+    "batch": ("data", "micro"),
+    "embed": (),
+    "heads": _WEIGHTS,
+    "kv_heads": _WEIGHTS,
+    "mlp": _WEIGHTS,
+    "vocab": _WEIGHTS,
+    "layers": (),
+}
+"""Weights are split over tensor and extra (`mesh.make_decode_mesh`): a decode step gathers none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +106,11 @@ class Layout:
     def replicated(self) -> NamedSharding:
         """Sharding that keeps a whole copy on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+def decode_layout(cfg: meshes.MeshConfig, train: Mesh) -> Layout:
+    """The layout of decoding over the training mesh's devices (see `mesh.make_decode_mesh`)."""
+    return Layout.of(meshes.make_decode_mesh(cfg, train), DECODE_RULES)
 
 
 def single() -> Layout:

@@ -139,9 +139,8 @@ def test_decode_step_for_a_tpu_copies_no_cache(monkeypatch):
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
-    layout = rules.Layout.of(
-        mesh.make_mesh(mesh.MeshConfig(2, 1, 4), list(topology.devices)), rules.DECODE_RULES
-    )
+    sizes = mesh.MeshConfig(2, 1, 4)
+    layout = rules.decode_layout(sizes, mesh.make_mesh(sizes, list(topology.devices)))
     cfg = spec.ModelConfig("llama", 4096, 4000, 512, 4, 8, 8, 128, 1024)
     config = engine.EngineConfig(64, 512, (128,), share=8, stop_ids=8)
     made = engine.make_engine(cfg, config, layout, form="stacked")
@@ -172,12 +171,13 @@ def test_sharded_engine_gives_the_tokens_of_one_device(tools):
     config = engine.EngineConfig(4, 10 + 16, (10,), steps_per_call=4, share=2, stop_ids=4)
     one = engine.make_engine(cfg, config, rules.single())
     expected = generate_all(one, one.prepare(params), requests)
+    source = rules.Layout.of(mesh.make_mesh(mesh.MeshConfig(1, 4, 2)), rules.TRAIN_RULES)
+    layout = rules.decode_layout(mesh.MeshConfig(2, 1, 4), source.mesh)
+    move = reshard.make_reshard(spec.specs(cfg), source, layout)
+    params = jax.device_put(params, source.tree(spec.specs(cfg)))
     for form in FORMS:
-        layout = rules.Layout.of(
-            mesh.make_mesh(mesh.MeshConfig(2, 1, 4), jax.devices()[:8]), rules.DECODE_RULES
-        )
         made = engine.make_engine(cfg, config, layout, form=form)
-        tree = made.prepare(reshard.make_reshard(spec.specs(cfg), layout)(params))
+        tree = made.prepare(move(params))
         for a, b in zip(generate_all(made, tree, requests), expected, strict=True):
             np.testing.assert_array_equal(a.ids, b.ids)
             np.testing.assert_allclose(a.logp, b.logp, atol=1e-4)
