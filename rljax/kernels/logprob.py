@@ -173,7 +173,8 @@ def _token_logp_bwd(shape: HeadShape, saved: Any, cotangent: tuple[Array, Array,
         dz = jnp.where(z > LOWEST, dz * slope, 0.0)
         weights = lax.dynamic_slice_in_dim(parts, start, width, 1)
         dx += _product(dz, weights, ((1, 2), (0, 1)), shape.products)
-        dw = _product(dz, x, ((0,), (0,)), shape.products)  # [shards, width, D]
+        # Written so that the transposed operand is x and not dz, which is larger.
+        dw = _product(x, dz, ((0,), (0,)), shape.products).transpose(1, 2, 0)  # [shards, width, D]
         old = lax.dynamic_slice_in_dim(dhead, start, width, 1)
         return (dx, lax.dynamic_update_slice_in_dim(dhead, old + dw, start, 1)), None
 
