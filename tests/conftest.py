@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight devices for shardings; little optimisation, because compiling is most of the suite's time.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
+# Programs that tests, and the processes they start, have in common are compiled once a session.
+CACHE = tempfile.TemporaryDirectory(prefix="rljax-programs-")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", CACHE.name)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
 @pytest.fixture(scope="session")
