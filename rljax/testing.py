@@ -14,6 +14,8 @@ from rljax.types import Array, Metric
 
 GARBAGE = (np.nan, np.inf, -np.inf, 1e30)
 Live = dict[str, Array]
+FULL = ("full_kl", "full_tv", "full_kl_dot", "full_tv_dot")  # 0 where policy and sampler agree
+VOCABULARY = {"topk_ids", "topk_logp_live", "sum_squares", *FULL}
 
 
 def check_loss(
@@ -39,7 +41,7 @@ def check_loss(
       batch: a raw batch of 8, 16, ... rows in place of the random one, which has 16 rows of
         different lengths, one of them empty and one with a hole, in groups of 4, one of them flat.
       live: the live arrays of `batch`'s shape that `needs` names, where random positive [B, T] will
-        not do.
+        not do. Without `batch` those over the vocabulary are of random distributions that agree.
       on_policy: False skips the property at ratio 1, for losses meant to differ there.
       seed: of the random batch.
     """
@@ -77,9 +79,24 @@ class _Case:
             _uniform(rng, (rows, length), -3, -1)
         ]
         self.logp = np.asarray(noise[0]) + _uniform(rng, (rows, length), -0.3, 0.3)
+        if VOCABULARY & loss.needs:
+            self._draw_vocabulary(rng, batch is not None, live or {})
         self.traces = 0
         self.part = jax.jit(self._part, compiler_options=_quick())
         self.whole = jax.jit(self._whole, compiler_options=_quick())
+
+    def _draw_vocabulary(self, rng: np.random.Generator, given: bool, live: Live) -> None:
+        """Log-probs, top-K and whole-vocabulary arrays of two random distributions per token."""
+        if given:
+            if self.raw.topk_logp is not None and "topk_logp_live" not in live:
+                shape = self.raw.topk_logp.shape
+                noise = _uniform(rng, shape, -0.2, 0.0)
+                self.live["topk_logp_live"] = np.asarray(self.raw.topk_logp) + noise
+            return
+        fields, statistics, self.logp = _vocabulary(rng, self.raw.mask.shape)
+        wanted = {n: x for n, x in fields.items() if n in self.loss.needs}
+        self.raw = self.raw.replace(**wanted)
+        self.live |= {n: x for n, x in statistics.items() if n in self.live and n not in live}
 
     def _part(self, logp: Array, batch: Batch, state: Any, live: Live) -> tuple[Any, Array, Any]:
         """(value, gradient, metrics) of a prepared batch."""
@@ -141,6 +158,42 @@ def random_batch(loss: LossTransform, rng: np.random.Generator) -> Batch:
     return jax.tree.map(jnp.asarray, Batch(mask=mask, **values))  # pyright: ignore[reportArgumentType]
 
 
+def _vocabulary(
+    rng: np.random.Generator, shape: tuple[int, ...], vocab: int = 12, k: int = 4
+) -> tuple[dict[str, Any], Live, Any]:
+    """(Batch fields, live arrays, logp) of a sampler and a policy drawn for each token."""
+
+    def pick(x: Any, ids: Any) -> Any:
+        return np.take_along_axis(x, ids, -1).astype(np.float32)
+
+    log_mu = rng.normal(size=(*shape, vocab))
+    log_pi = log_mu + 0.5 * rng.normal(size=log_mu.shape)
+    log_mu, log_pi = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (log_mu, log_pi))
+    mu, pi = np.exp(log_mu), np.exp(log_pi)
+    token = rng.integers(0, vocab, (*shape, 1))
+    topk = np.argsort(-mu, axis=-1)[..., :k]
+    ids = topk.astype(np.int32)
+    ids[..., -1][rng.random(shape) < 0.2] = -1  # an empty slot
+    fields = {
+        "token": token[..., 0].astype(np.int32),
+        "logp_sampler": pick(log_mu, token)[..., 0],
+        "topk_ids": ids,
+        "topk_logp": pick(log_mu, topk),
+    }
+    squares = np.sum(pi**2, axis=-1, keepdims=True)
+    one = np.arange(vocab) == token
+    flow = pi * (one - pi - np.take_along_axis(pi, token, -1) + squares)
+    live = {
+        "topk_logp_live": pick(log_pi, topk),
+        "sum_squares": squares[..., 0],
+        "full_kl": np.sum(mu * (log_mu - log_pi), axis=-1),
+        "full_tv": 0.5 * np.sum(np.abs(mu - pi), axis=-1),
+        "full_kl_dot": -np.sum(mu / pi * flow, axis=-1),
+        "full_tv_dot": 0.5 * np.sum(np.sign(pi - mu) * flow, axis=-1),
+    }
+    return fields, {n: x.astype(np.float32) for n, x in live.items()}, pick(log_pi, token)[..., 0]
+
+
 def _check_dtypes(case: _Case) -> None:
     for dtype in (jnp.float32, jnp.bfloat16):
         logp = jax.ShapeDtypeStruct(case.logp.shape, dtype)
@@ -181,8 +234,10 @@ def _check_padding(case: _Case) -> None:
     fill = np.resize(np.asarray(GARBAGE, np.float32), outside.shape)
 
     def spoil(x: Any) -> Any:
-        token = x.shape == outside.shape and jnp.issubdtype(x.dtype, jnp.floating)
-        return np.where(outside, fill, x) if token else x
+        if x.shape[:2] != outside.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        lift = (..., *[None] * (x.ndim - 2))
+        return np.where(outside[lift], fill[lift], x)
 
     raw = jax.tree.map(spoil, case.raw).replace(mask=case.raw.mask)
     live = jax.tree.map(spoil, case.live)
@@ -231,9 +286,12 @@ def _check_devices(case: _Case) -> None:
 
 def _check_ratio_one(case: _Case) -> None:
     raw = case.raw.replace(**dict.fromkeys(case.anchors, case.logp))
-    _, gradient, _, batch, state = case.run(raw=raw)
+    live = case.live | {n: np.zeros_like(case.live[n]) for n in FULL if n in case.live}
+    if "topk_logp_live" in live and raw.topk_logp is not None:
+        live["topk_logp_live"] = raw.topk_logp
+    _, gradient, _, batch, state = case.run(raw=raw, live=live)
     nothing = batch.replace(advantage=np.zeros_like(batch.advantage))
-    _, without, _ = case.part(case.logp, nothing, state, case.live)
+    _, without, _ = case.part(case.logp, nothing, state, live)
     found = gradient - np.asarray(without)
     wanted = -batch.weight * batch.advantage  # pyright: ignore[reportOptionalOperand]
     _expect(

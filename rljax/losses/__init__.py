@@ -33,43 +33,82 @@ from rljax.losses.base import (
     on_batch,
     on_terms,
 )
+from rljax.losses.covariance import clip_cov, kl_cov
 from rljax.losses.distill import nll
-from rljax.losses.ratio import geometric_ratio, sequence_ratio, token_ratio
-from rljax.losses.regularise import entropy_bonus, kl_estimate, kl_to_reference
+from rljax.losses.ratio import (
+    geometric_ratio,
+    mismatch_band,
+    mismatch_cap,
+    sequence_ratio,
+    token_ratio,
+)
+from rljax.losses.regularise import (
+    entropy_bonus,
+    kl_estimate,
+    kl_to_reference,
+    log_ratio_penalty,
+)
 from rljax.losses.returns import gae, kl_in_reward, length_adaptive_gae, monte_carlo
-from rljax.losses.surrogate import clip_ratio, dual_clip, score
+from rljax.losses.surrogate import (
+    clip_ratio,
+    dual_clip,
+    geometric_clip,
+    quadratic,
+    saturate,
+    score,
+    score_by_sign,
+)
+from rljax.losses.trust_region import (
+    Divergence,
+    binary_divergence,
+    full_divergence,
+    topk_divergence,
+    trust_region,
+)
 from rljax.losses.value import bounded, value_huber, value_squared
 
 __all__ = [
     "Batch",
+    "Divergence",
     "LossTransform",
     "Terms",
     "algorithms",
+    "binary_divergence",
     "bounded",
     "chain",
     "check_groups",
+    "clip_cov",
     "clip_ratio",
     "drop_flat_groups",
     "drop_truncated",
     "dual_clip",
     "entropy_bonus",
+    "full_divergence",
     "gae",
+    "geometric_clip",
     "geometric_ratio",
     "group_centre",
     "group_standardise",
+    "kl_cov",
     "kl_estimate",
     "kl_in_reward",
     "kl_to_reference",
     "leave_one_out",
     "length_adaptive_gae",
+    "log_ratio_penalty",
+    "mismatch_band",
+    "mismatch_cap",
     "monte_carlo",
     "nll",
     "on_batch",
     "on_terms",
     "overlong",
     "prompt_mean",
+    "quadratic",
     "returns_to_go",
+    "saturate",
     "score",
+    "score_by_sign",
     "sequence_mean_token_mean",
     "sequence_mean_token_sum",
     "sequence_mean_token_sum_norm",
@@ -77,6 +116,8 @@ __all__ = [
     "token_mean",
     "token_ratio",
     "token_sum",
+    "topk_divergence",
+    "trust_region",
     "value_huber",
     "value_squared",
     "whiten",

@@ -5,23 +5,43 @@ Options that they share:
   anchor: denominator of the ratio, "old" (default), "sampler" or "reference".
   kl: coefficient of `kl_to_reference` (kind k3); at 0 no reference is scored.
   entropy: coefficient of `entropy_bonus`; at 0 no entropy is computed.
+  horizon: constant length in `sequence_mean_token_sum_norm`, normally the token limit of a
+    response: it scales the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import jax
-import jax.numpy as jnp
+from typing import Literal
 
 from rljax.losses import advantage as adv
 from rljax.losses import aggregate as agg
+from rljax.losses import covariance as cov
 from rljax.losses import returns, value
-from rljax.losses.base import Batch, LossTransform, Terms, chain, on_terms
+from rljax.losses import trust_region as trust
+from rljax.losses.base import LossTransform, chain
 from rljax.losses.distill import nll
-from rljax.losses.ratio import Anchor, geometric_ratio, token_ratio
-from rljax.losses.regularise import entropy_bonus, kl_to_reference
-from rljax.losses.surrogate import clip_ratio, dual_clip, score
+from rljax.losses.ratio import (
+    Anchor,
+    Level,
+    geometric_ratio,
+    mismatch_band,
+    mismatch_cap,
+    sequence_ratio,
+    token_ratio,
+)
+from rljax.losses.regularise import entropy_bonus, kl_to_reference, log_ratio_penalty
+from rljax.losses.surrogate import (
+    clip_ratio,
+    dual_clip,
+    geometric_clip,
+    quadratic,
+    saturate,
+    score,
+    score_by_sign,
+)
+
+DELTA = {"tv": 0.15, "kl": 0.05}  # thresholds of DPPO's stability study
 
 
 def _close(
@@ -65,21 +85,10 @@ def bpco(delta=0.2, alpha=0.4, cap=20.0, kl=0.0, entropy=0.0) -> LossTransform:
     trust region around the sampler. Departures: lambda is clamped to [0, 1]; score form, whose
     ratio `cap` bounds.
     """
-    region = (token_ratio("sampler"), _binary_tv(delta), score(high=cap))
-    policy = (returns.length_adaptive_gae(alpha), *region)
+    region = trust.trust_region(trust.binary_divergence("tv"), delta, delta)
+    ratio = token_ratio("sampler")
+    policy = (returns.length_adaptive_gae(alpha), ratio, region, score(high=cap))
     return _close(policy, kl, entropy, agg.sequence_mean_token_sum())
-
-
-def _binary_tv(delta: float) -> LossTransform:
-    """Drops tokens that move away from the sampler and are |pi - mu| > delta from it already."""
-
-    def fn(terms: Terms, batch: Batch) -> Terms:
-        assert batch.advantage is not None and batch.logp_sampler is not None
-        gap = jnp.exp(jax.lax.stop_gradient(terms.logp)) - jnp.exp(batch.logp_sampler)
-        dead = (jnp.abs(gap) > delta) & (batch.advantage * gap > 0)
-        return terms.replace(keep=jnp.where(dead, 0.0, terms.keep))
-
-    return on_terms(fn, needs=["advantage", "logp_sampler"], name="binary_tv")
 
 
 def grpo(low=0.2, high=0.2, anchor: Anchor = "old", kl=0.0, entropy=0.0) -> LossTransform:
@@ -97,8 +106,7 @@ def dr_grpo(
 ) -> LossTransform:
     """Dr. GRPO: no division by the group's std nor by the response's length.
 
-    Liu et al. 2025, arXiv 2503.20783, section 3.2. Set `horizon` to the token limit of a response:
-    it scales the loss.
+    Liu et al. 2025, arXiv 2503.20783, section 3.2.
     """
     policy = (adv.group_centre(), token_ratio(anchor), clip_ratio(low, high))
     return _close(policy, kl, entropy, agg.sequence_mean_token_sum_norm(horizon))
@@ -187,6 +195,172 @@ def critic(clip: float | None = None) -> LossTransform:
     return chain(value.value_squared(clip), agg.token_mean())
 
 
+def dppo(
+    divergence: Literal["binary", "topk", "full"] = "binary", kind: trust.Kind = "tv",
+    low: float | None = None, high: float | None = None, cap=20.0,
+    form: Literal["score", "ratio"] = "score", anchor: Anchor = "sampler", horizon=1024.0,
+    kl=0.0, entropy=0.0,
+) -> LossTransform:  # fmt: skip
+    """DPPO: tokens are masked by how far their distribution moved, not by their ratio.
+
+    Qi et al. 2026, arXiv 2602.04879. `low`, `high`: thresholds, 0.15 for TV and 0.05 for KL; `cap`
+    bounds the ratio of the score form (5 in the paper's scaling runs). `anchor` is of the ratio
+    and the binary divergence; the paper warns of "old". Top-K and full compare with the sampler.
+    """
+    region = trust.trust_region(_divergence(divergence, kind, anchor), *_delta(kind, low, high))
+    ratio, surrogate = token_ratio(anchor), ((score(high=cap),) if form == "score" else ())
+    policy = (adv.group_centre(), ratio, region, *surrogate)
+    return _close(policy, kl, entropy, agg.sequence_mean_token_sum_norm(horizon))
+
+
+def dppo_predictive(
+    divergence: Literal["topk", "full"] = "topk", kind: trust.Kind = "kl",
+    tail: trust.Tail = "proportional", vocab=0, low: float | None = None,
+    high: float | None = None, cap=5.0, horizon=1024.0, kl=0.0, entropy=0.0,
+) -> LossTransform:  # fmt: skip
+    """DPPO whose mask asks whether the coming step, not the last one, raises the divergence.
+
+    Zhou et al. 2026, arXiv 2607.10848. `tail`, `vocab` as in `topk_divergence`; departure: the
+    proportional tail, exact for the top-K divergence, where the paper has aggregated and uniform.
+    """
+    measure = _divergence(divergence, kind, "sampler", tail, vocab)
+    region = trust.trust_region(measure, *_delta(kind, low, high), "predicted")
+    policy = (adv.group_centre(), token_ratio("sampler"), region, score(high=cap))
+    return _close(policy, kl, entropy, agg.sequence_mean_token_sum_norm(horizon))
+
+
+def drpo(
+    delta=0.15, anchor: Anchor = "sampler", horizon=1024.0, kl=0.0, entropy=0.0
+) -> LossTransform:
+    """DRPO: a quadratic penalty of radius `delta` in |pi - mu| replaces DPPO's mask.
+
+    Yao et al. 2026, arXiv 2606.09821. Departure: the authors' code has delta 12.5, with which the
+    penalty changes no weight by more than 8 %; 0.15 is the radius of DPPO.
+    """
+    policy = (adv.group_centre(), token_ratio(anchor), quadratic(delta, scale=anchor))
+    return _close(policy, kl, entropy, agg.sequence_mean_token_sum_norm(horizon))
+
+
+def spo(delta=0.2, anchor: Anchor = "old", kl=0.0, entropy=0.0) -> LossTransform:
+    """SPO: PPO with a quadratic penalty on the ratio in place of the clip, token mean.
+
+    Xie et al. 2024, arXiv 2401.16025. Departure: group advantages, where the paper has a critic.
+    """
+    policy = (adv.group_standardise(), token_ratio(anchor), quadratic(delta))
+    return _close(policy, kl, entropy, agg.token_mean())
+
+
+def sapo(up=1.0, down=1.05, anchor: Anchor = "old", kl=0.0, entropy=0.0) -> LossTransform:
+    """SAPO: a sigmoid gate of the ratio, sharper for bad tokens, in place of the clip.
+
+    Gao et al. 2025, arXiv 2511.20347. `up`, `down`: temperatures where A > 0 and elsewhere.
+    """
+    policy = (adv.group_standardise(), token_ratio(anchor), saturate(up, down))
+    return _close(policy, kl, entropy, agg.sequence_mean_token_mean())
+
+
+def topr(anchor: Anchor = "sampler", kl=0.0, entropy=0.0) -> LossTransform:
+    """TOPR: good responses are imitated, bad ones weighted by their sequence ratio, at most 1.
+
+    Le Roux et al. 2025, arXiv 2503.14286. Departure: rewards minus the group's mean, where the
+    paper takes rewards of -1 and 1 minus a constant.
+    """
+    policy = (adv.group_centre(), sequence_ratio(anchor), score_by_sign())
+    return _close(policy, kl, entropy, agg.sequence_mean_token_sum())
+
+
+def gmpo(low=0.4, high=0.4, anchor: Anchor = "old", kl=0.0, entropy=0.0) -> LossTransform:
+    """GMPO: tokens clipped in log space, then the geometric mean of their ratios.
+
+    Zhao et al. 2025, arXiv 2507.20673. Log ratios are kept in [-low, high].
+    """
+    policy = (adv.group_standardise(), token_ratio(anchor), geometric_clip(low, high))
+    return _close(policy, kl, entropy, agg.sequence_mean_token_mean())
+
+
+def dro(beta=0.1, anchor: Anchor = "sampler", kl=0.0, entropy=0.0) -> LossTransform:
+    """DRO: A log pi minus beta / 2 times the squared log ratio, per token.
+
+    Richemond et al. 2024, arXiv 2405.19107. Departures: the group's mean reward in place of a
+    learned value, tokens in place of whole responses, the sampler in place of the reference.
+    """
+    policy = (adv.group_centre(), log_ratio_penalty(beta, anchor))
+    return _close(policy, kl, entropy, agg.token_mean())
+
+
+def tis(cap=2.0, level: Level = "token", low=0.2, high=0.2, kl=0.0, entropy=0.0) -> LossTransform:
+    """GRPO weighted by min(old / sampler, cap): truncated importance sampling.
+
+    Yao et al. 2025, fengyao.notion.site/off-policy-rl.
+    """
+    policy = (adv.group_standardise(), token_ratio(), clip_ratio(low, high))
+    return _close((*policy, mismatch_cap(cap, level)), kl, entropy, agg.token_mean())
+
+
+def mis(
+    limit=2.0, level: Level = "sequence", low=0.2, high=0.2, kl=0.0, entropy=0.0
+) -> LossTransform:
+    """GRPO weighted by old / sampler, responses above `limit` dropped: masked importance sampling.
+
+    Compared with others in arXiv 2510.26788.
+    """
+    policy = (adv.group_standardise(), token_ratio(), clip_ratio(low, high))
+    return _close((*policy, mismatch_band(0.0, limit, level)), kl, entropy, agg.token_mean())
+
+
+def icepop(floor=0.5, limit=5.0, low=0.2, high=0.2, kl=0.0, entropy=0.0) -> LossTransform:
+    """GRPO without the tokens whose old / sampler leaves [floor, limit], weighted by it inside.
+
+    Ling team 2025, arXiv 2510.18855.
+    """
+    policy = (adv.group_standardise(), token_ratio(), clip_ratio(low, high))
+    correction = mismatch_band(floor, limit)
+    return _close((*policy, correction), kl, entropy, agg.sequence_mean_token_mean())
+
+
+def clip_cov(
+    fraction=2e-4, floor=1.0, limit=5.0, low=0.2, high=0.2, anchor: Anchor = "old", kl=0.0,
+    entropy=0.0,
+) -> LossTransform:  # fmt: skip
+    """GRPO where a few tokens of large covariance of A and log pi lose their gradient; token mean.
+
+    Cui et al. 2025, arXiv 2505.22617. `floor`, `limit`: the band of covariances. Departures: the
+    largest within the band, not random ones; the sampler's log-probs.
+    """
+    policy = (adv.group_standardise(), token_ratio(anchor), clip_ratio(low, high))
+    return _close((*policy, cov.clip_cov(fraction, floor, limit)), kl, entropy, agg.token_mean())
+
+
+def kl_cov(
+    coefficient=1.0, fraction=2e-3, anchor: Anchor = "old", kl=0.0, entropy=0.0
+) -> LossTransform:
+    """Unclipped GRPO that holds the tokens of the largest covariance near the old policy.
+
+    Cui et al. 2025, arXiv 2505.22617; token mean. Departure: the sampler's log-probs choose.
+    """
+    policy = (adv.group_standardise(), token_ratio(anchor), cov.kl_cov(coefficient, fraction))
+    return _close(policy, kl, entropy, agg.token_mean())
+
+
+def _divergence(
+    name: str, kind: trust.Kind, anchor: Anchor, tail: trust.Tail = "ignored", vocab: int = 0
+) -> trust.Divergence:
+    """A divergence by the name that `dppo` takes."""
+    if name not in ("binary", "topk", "full"):
+        raise ValueError(f'divergence={name!r} of dppo; it is "binary", "topk" or "full"')
+    if name == "binary":
+        return trust.binary_divergence(kind, anchor)
+    return (
+        trust.topk_divergence(kind, tail, vocab) if name == "topk" else trust.full_divergence(kind)
+    )
+
+
+def _delta(kind: str, low: float | None, high: float | None) -> tuple[float, float]:
+    """Thresholds for A < 0 and A > 0, DPPO's where none is given."""
+    usual = DELTA.get(kind, 1.0)
+    return usual if low is None else low, usual if high is None else high
+
+
 def sft() -> LossTransform:
     """Supervised fine-tuning: mean negative log-likelihood of the trained tokens."""
     return chain(nll(), agg.token_mean())
@@ -207,5 +381,18 @@ ALGORITHMS: dict[str, Callable[..., LossTransform]] = {
         reinforce,
         reinforce_pp,
         reinforce_pp_baseline,
+        dppo,
+        dppo_predictive,
+        drpo,
+        spo,
+        sapo,
+        topr,
+        gmpo,
+        dro,
+        tis,
+        mis,
+        icepop,
+        clip_cov,
+        kl_cov,
     )
 }

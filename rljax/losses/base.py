@@ -42,8 +42,10 @@ class Batch(Record):
     logp_sampler: Array | None = None  # [B, T] as the decode engine sampled the token
     logp_old: Array | None = None  # [B, T] by the trainer before this batch's first update
     logp_ref: Array | None = None  # [B, T] by the frozen reference
+    token: Array | None = None  # [B, T] int32 ids of the response tokens
     topk_ids: Array | None = None  # [B, T, K] int32 likeliest ids of the sampler, -1 = empty slot
     topk_logp: Array | None = None  # [B, T, K] log-probs of topk_ids as the token was sampled
+    chosen: Array | None = None  # [B, T] 1.0 on tokens a member picked, written by it in prepare
     value: Array | None = None  # [B, T] by the critic before the update, expected return from t on
     value_target: Array | None = None  # [B, T] what the critic learns, written by a returns member
     turn: Array | None = None  # [B, T] int32 number of the turn that a token belongs to, from 0
@@ -260,6 +262,7 @@ SUPPLY = {
     "logp_sampler": "fill Batch.logp_sampler with the log-probs that the decode engine recorded",
     "logp_old": "fill Batch.logp_old: score the batch with the parameters before the update",
     "logp_ref": "fill Batch.logp_ref: score the batch with the reference parameters",
+    "token": "fill Batch.token with the ids of the response tokens",
     "topk_ids": "let the decode engine record its likeliest ids (DecodeConfig.topk)",
     "topk_logp": "let the decode engine record its likeliest ids (DecodeConfig.topk)",
     "topk_logp_live": "pass topk_logp_live=..., [B, T, K]: the trainer's log-probs at topk_ids",

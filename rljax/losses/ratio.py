@@ -1,4 +1,5 @@
-"""Importance ratios pi / anchor: of a token, of a whole sequence, or its geometric mean per token.
+"""Importance ratios pi / anchor: of a token, of a whole sequence, or its geometric mean per token;
+and corrections for a sampler whose probabilities are not the trainer's, weights of old / sampler.
 
 Every ratio is clamped in log space; outside the clamp its gradient is 0, which also keeps float32
 free of inf * 0.
@@ -6,6 +7,8 @@ free of inf * 0.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -15,6 +18,7 @@ from rljax.losses.base import Batch, LossTransform, Terms, on_terms
 from rljax.types import Array
 
 Anchor = Literal["old", "sampler", "reference"]
+Level = Literal["token", "sequence"]
 ANCHORS = {"old": "logp_old", "sampler": "logp_sampler", "reference": "logp_ref"}
 
 
@@ -51,6 +55,62 @@ def geometric_ratio(anchor: Anchor = "old", clamp: float = 20.0) -> LossTransfor
         return _total(log_ratio) / jnp.maximum(_total(mask), 1.0)
 
     return _ratio("geometric_ratio", anchor, clamp, pool)
+
+
+def mismatch_cap(cap: float = 2.0, level: Level = "token") -> LossTransform:
+    """weight *= min(rho, cap), rho = old / sampler: truncated importance sampling (TIS).
+
+    The ratio of the chain is against "old"; this restores the factor between the trainer before the
+    update and the decode engine. Yao et al. 2025, fengyao.notion.site/off-policy-rl.
+    Metrics: mismatch/weight, mean; mismatch/corrected, fraction of trained tokens capped.
+
+    Args:
+      level: "token", or "sequence" for the product over the sequence.
+    """
+    if not 1.0 <= cap < math.inf:
+        raise ValueError(f"mismatch_cap(cap={cap}); the cap must be at least 1 and finite")
+    return _correction("mismatch_cap", level, lambda rho: (jnp.minimum(rho, cap), rho > cap))
+
+
+def mismatch_band(low: float = 0.5, high: float = 5.0, level: Level = "token") -> LossTransform:
+    """weight *= rho where low <= rho <= high, else 0, rho = old / sampler.
+
+    IcePop (Ling team 2025, arXiv 2510.18855) has these defaults; low=0 with level="sequence" is
+    masked importance sampling (MIS; compared in arXiv 2510.26788).
+    Metrics: mismatch/weight, mean; mismatch/corrected, fraction of trained tokens dropped.
+
+    Args:
+      level: "token", or "sequence" for the product over the sequence.
+    """
+    if not 0.0 <= low <= 1.0 <= high < math.inf:
+        raise ValueError(
+            f"mismatch_band(low={low}, high={high}); 0 <= low <= 1 <= high, and high finite"
+        )
+
+    def weigh(rho: Array) -> tuple[Array, Array]:
+        outside = (rho < low) | (rho > high)
+        return jnp.where(outside, 0.0, rho), outside
+
+    return _correction("mismatch_band", level, weigh)
+
+
+def _correction(
+    name: str, level: str, weigh: Callable[[Array], tuple[Array, Array]]
+) -> LossTransform:
+    """weight *= the first of weigh(rho); the second says where rho was not taken as it is."""
+    if level not in ("token", "sequence"):
+        raise ValueError(f'level={level!r} of {name}; it is "token" or "sequence"')
+
+    def fn(terms: Terms, batch: Batch) -> Terms:
+        assert batch.logp_old is not None and batch.logp_sampler is not None
+        gap = batch.logp_old - batch.logp_sampler
+        gap = jnp.broadcast_to(_total(gap), gap.shape) if level == "sequence" else gap
+        weight, changed = weigh(jnp.exp(jnp.clip(gap, -20.0, 20.0)))
+        terms = terms.replace(weight=terms.weight * weight)
+        terms = terms.measured("mismatch/weight", weight, batch.mask)
+        return terms.measured("mismatch/corrected", changed.astype(jnp.float32), batch.mask)
+
+    return on_terms(fn, needs=["logp_old", "logp_sampler"], name=name)
 
 
 def _total(x: Array) -> Array:

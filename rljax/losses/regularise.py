@@ -1,4 +1,4 @@
-"""Regularisers: KL to the reference by its sampled estimators, and the entropy bonus.
+"""Regularisers: KL to the reference by its sampled estimators, entropy bonus, log-ratio penalty.
 
 With d = log pi - log ref on tokens sampled from pi, the estimators of KL(pi || ref) (Schulman 2020,
 joschu.net/blog/kl-approx.html) and what their gradient is on average when used as a loss:
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from rljax.losses.base import Batch, LossTransform, Terms, on_terms
+from rljax.losses.ratio import ANCHORS, Anchor
 from rljax.types import Array
 
 Kind = Literal["k1", "k2", "k3", "k1+", "k2+", "k3+"]
@@ -83,6 +84,30 @@ def entropy_bonus(coefficient: float) -> LossTransform:
         return terms.measured("entropy", entropy, batch.mask)
 
     return on_terms(fn, needs=["entropy"], name="entropy_bonus")
+
+
+def log_ratio_penalty(coefficient: float, anchor: Anchor = "sampler") -> LossTransform:
+    """extra += coefficient / 2 * (log pi - log anchor)^2 per token, any ratio apart.
+
+    DRO (Richemond et al. 2024, arXiv 2405.19107) squares the log ratio of the whole response; per
+    token it is a step of k2. Metric log_ratio/square, mean (log pi - log anchor)^2.
+
+    Args:
+      coefficient: >= 0; 0 only measures.
+    """
+    _check_coefficient("log_ratio_penalty", coefficient)
+    if anchor not in ANCHORS:
+        raise ValueError(
+            f"anchor={anchor!r} of log_ratio_penalty; choose from {', '.join(ANCHORS)}"
+        )
+    field = ANCHORS[anchor]
+
+    def fn(terms: Terms, batch: Batch) -> Terms:
+        square = (terms.logp - getattr(batch, field)) ** 2
+        terms = terms.replace(extra=terms.extra + 0.5 * coefficient * square)
+        return terms.measured("log_ratio/square", square, batch.mask)
+
+    return on_terms(fn, needs=[field], name="log_ratio_penalty")
 
 
 def _check_coefficient(name: str, value: float) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rljax.losses.base import Batch, LossTransform, Terms, on_terms
+from rljax.losses.ratio import ANCHORS, Anchor
 
 
 def clip_ratio(low: float = 0.2, high: float = 0.2) -> LossTransform:
@@ -67,11 +68,112 @@ def score(low: float = 0.0, high: float = math.inf) -> LossTransform:
             f"score(low={low}, high={high}) bounds the ratio itself; 0 <= low <= 1 <= high, "
             "for instance low=0, high=5"
         )
+    return _score("score", (low, high), (low, high))
+
+
+def score_by_sign(
+    positive: tuple[float, float] = (1.0, 1.0), negative: tuple[float, float] = (0.0, 1.0)
+) -> LossTransform:
+    """g = sg(clip(r, *bounds)) log pi with bounds `positive` where A >= 0, else `negative`.
+
+    The defaults are TOPR's (Le Roux et al. 2025, arXiv 2503.14286): good tokens are imitated
+    whatever their ratio, bad ones count less the less likely they have become.
+    Metric ratio/clipped: fraction of trained tokens whose weight is a bound.
+    """
+    for label, (low, high) in (("positive", positive), ("negative", negative)):
+        if not 0.0 <= low <= 1.0 <= high:
+            raise ValueError(
+                f"{label}={(low, high)} of score_by_sign bounds the ratio itself; "
+                "0 <= low <= 1 <= high, for instance (0, 1)"
+            )
+    return _score("score_by_sign", positive, negative)
+
+
+def quadratic(delta: float, scale: Anchor | None = None) -> LossTransform:
+    """g = r - sign(A) q (r - 1)^2 / (2 delta): a penalty in place of a clip.
+
+    The coefficient of grad log pi is A r w, w = 1 - sign(A (r - 1)) q |r - 1| / delta: 0 at the
+    boundary q |r - 1| = delta of a diverging token, corrective beyond it.
+
+    Args:
+      delta: the radius, above 0. scale: None for q = 1, SPO (Xie et al. 2024, arXiv 2401.16025);
+        an anchor for q = its probability of the token, DRPO (Yao et al. 2026, arXiv 2606.09821),
+        whose radius is one of |pi - mu|. Take the anchor of the ratio.
+    """
+    if not 0.0 < delta < math.inf:
+        raise ValueError(f"quadratic(delta={delta}); the radius must be above 0 and finite")
+    if scale is not None and scale not in ANCHORS:
+        raise ValueError(f"scale={scale!r} of quadratic; choose from {', '.join(ANCHORS)}, None")
+    field = ANCHORS[scale] if scale else None
 
     def fn(terms: Terms, batch: Batch) -> Terms:
-        ratio = jax.lax.stop_gradient(terms.g)
+        assert batch.advantage is not None
+        q = jnp.exp(getattr(batch, field)) if field else 1.0
+        penalty = jnp.sign(batch.advantage) * q / (2.0 * delta) * (terms.g - 1.0) ** 2
+        return terms.replace(g=terms.g - penalty)
+
+    return on_terms(fn, needs=["ratio", field] if field else ["ratio"], name="quadratic")
+
+
+def saturate(up: float = 1.0, down: float = 1.05) -> LossTransform:
+    """g = 4 sigmoid(tau (r - 1)) / tau, tau = `up` where A > 0, else `down`: a soft gate.
+
+    SAPO (Gao et al. 2025, arXiv 2511.20347); the gradient of log pi is r at r = 1 and fades on both
+    sides, faster with a larger tau.
+    """
+    for label, tau in (("up", up), ("down", down)):
+        if not 0.0 < tau < math.inf:
+            raise ValueError(f"{label}={tau} of saturate; a temperature must be above 0 and finite")
+
+    def fn(terms: Terms, batch: Batch) -> Terms:
+        assert batch.advantage is not None
+        tau = jnp.where(batch.advantage > 0, up, down)
+        return terms.replace(g=4.0 / tau * jax.nn.sigmoid(tau * (terms.g - 1.0)))
+
+    return on_terms(fn, needs=["ratio"], name="saturate")
+
+
+def geometric_clip(low: float = 0.4, high: float = 0.4) -> LossTransform:
+    """g = exp(mean over the sequence of log ratios), each <= high where A > 0, >= -low elsewhere.
+
+    GMPO (Zhao et al. 2025, arXiv 2507.20673): tokens are clipped in log space, and the geometric
+    mean carries the gradient of all its tokens. Put it after `token_ratio`, and end the chain with
+    `sequence_mean_token_mean`.
+    Metric ratio/clipped: fraction of trained tokens whose gradient the clip removes.
+    """
+    if not 0.0 < low < math.inf or not 0.0 < high < math.inf:
+        raise ValueError(
+            f"geometric_clip(low={low}, high={high}) keeps the log ratio in [-low, high]; "
+            "both must be above 0 and finite"
+        )
+
+    def fn(terms: Terms, batch: Batch) -> Terms:
+        assert batch.advantage is not None
+        up, x = batch.advantage > 0, terms.log_ratio
+        dead = jnp.where(up, x > high, x < -low)
+        x = jnp.where(dead, jnp.where(up, high, -low), x) * batch.mask
+        tokens = jnp.sum(batch.mask, axis=1, keepdims=True)
+        pooled = jnp.sum(x, axis=1, keepdims=True) / jnp.maximum(tokens, 1.0)
+        pooled = jnp.broadcast_to(pooled, x.shape)
+        clipped = (dead & (batch.advantage != 0)).astype(jnp.float32)
+        terms = terms.replace(log_ratio=pooled, g=jnp.exp(pooled))
+        return terms.measured("ratio/clipped", clipped, batch.mask)
+
+    return on_terms(fn, needs=["ratio"], name="geometric_clip")
+
+
+def _score(
+    name: str, positive: tuple[float, float], negative: tuple[float, float]
+) -> LossTransform:
+    """g = sg(clip(r, bounds by the sign of A)) log pi."""
+
+    def fn(terms: Terms, batch: Batch) -> Terms:
+        assert batch.advantage is not None
+        good, ratio = batch.advantage >= 0, jax.lax.stop_gradient(terms.g)
+        low = jnp.where(good, positive[0], negative[0])
+        high = jnp.where(good, positive[1], negative[1])
         clipped = ((ratio < low) | (ratio > high)).astype(jnp.float32)
         terms = terms.replace(g=jnp.clip(ratio, low, high) * terms.logp)
         return terms.measured("ratio/clipped", clipped, batch.mask)
 
-    return on_terms(fn, needs=["ratio"], name="score")
+    return on_terms(fn, needs=["ratio"], name=name)

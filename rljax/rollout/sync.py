@@ -128,6 +128,7 @@ def to_arrays(
         "length": length,
         "truncated": np.asarray([c.stop_reason == "length" for c in rollout.flat], np.float32),
         "logp_sampler": logp,
+        "token": response,
     }
     return prompt, prompt_length, response.reshape(P, G, T), Batch(**arrays)
 
