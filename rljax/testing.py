@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.losses.base import MARKS, Batch, LossTransform
+from rljax.losses.base import Batch, LossTransform, is_mark
 from rljax.types import Array, Metric
 
 GARBAGE = (np.nan, np.inf, -np.inf, 1e30)
@@ -72,7 +72,8 @@ class _Case:
                 f"check_loss cuts the batch by 8, and it has {rows} rows; give 8 or 16"
             )
         self.anchors = [n for n in sorted(loss.needs) if n.startswith("logp_")]
-        names = sorted(loss.needs - MARKS - {f.name for f in dataclasses.fields(self.raw)})  # pyright: ignore
+        fields = {f.name for f in dataclasses.fields(self.raw)}  # pyright: ignore
+        names = sorted(n for n in loss.needs - fields if not is_mark(n))
         self.live = {n: _uniform(rng, (rows, length), 0.1, 2.0) for n in names} | (live or {})
         self.live, self.raw = jax.device_get((self.live, self.raw))  # numpy: no small programs
         noise = [getattr(self.raw, n) for n in self.anchors] or [
@@ -148,6 +149,9 @@ def random_batch(loss: LossTransform, rng: np.random.Generator) -> Batch:
         "group": np.asarray(3 * ids + 1, np.int32),
         "length": np.asarray(lengths, np.int32),
         "truncated": np.asarray(lengths == length, np.float32),
+        "turn": np.tile(np.arange(length, dtype=np.int32) // 2, (rows, 1)),
+        "role": np.asarray(np.arange(rows) % 2, np.int32),
+        "budget_score": _uniform(rng, (rows, 4), 0.0, 1.0),
     }
     logp = _uniform(rng, mask.shape, -3.0, -0.1)
     wanted = sorted(loss.needs & {f.name for f in dataclasses.fields(Batch)})  # pyright: ignore

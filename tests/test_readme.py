@@ -162,7 +162,8 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_the_table_of_algorithms_is_complete_and_cites_what_the_code_cites():
     table = {r[0].strip("`").removesuffix("()"): r for r in rows("Algorithms") if "()" in r[0]}
-    assert set(table) == {*algorithms.ALGORITHMS, "sft"}
+    others = {"sft", "distil", "reward_model"}
+    assert set(table) == {*algorithms.ALGORITHMS, *algorithms.PREFERENCES, *others}
     for name, row in table.items():
         source = getattr(algorithms, name).__doc__
         for number in re.findall(r"\d{4}\.\d{5}", " ".join(row)):

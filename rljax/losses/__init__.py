@@ -48,6 +48,24 @@ from rljax.losses.regularise import (
     kl_to_reference,
     log_ratio_penalty,
 )
+from rljax.losses.baselines import (
+    budget_relative,
+    pass_at_k_gain,
+    role_baseline,
+    turn_returns,
+)
+from rljax.losses.distill import nll, teacher_gain
+from rljax.losses.preference import (
+    dpo_pairs,
+    ipo_pairs,
+    kto_rows,
+    on_pairs,
+    orpo_pairs,
+    score_pairs,
+    simpo_pairs,
+)
+from rljax.losses.ratio import geometric_ratio, sequence_ratio, token_ratio
+from rljax.losses.regularise import entropy_bonus, kl_estimate, kl_to_reference
 from rljax.losses.returns import gae, kl_in_reward, length_adaptive_gae, monte_carlo
 from rljax.losses.surrogate import (
     clip_ratio,
@@ -75,10 +93,12 @@ __all__ = [
     "algorithms",
     "binary_divergence",
     "bounded",
+    "budget_relative",
     "chain",
     "check_groups",
     "clip_cov",
     "clip_ratio",
+    "dpo_pairs",
     "drop_flat_groups",
     "drop_truncated",
     "dual_clip",
@@ -90,9 +110,11 @@ __all__ = [
     "group_centre",
     "group_standardise",
     "kl_cov",
+    "ipo_pairs",
     "kl_estimate",
     "kl_in_reward",
     "kl_to_reference",
+    "kto_rows",
     "leave_one_out",
     "length_adaptive_gae",
     "log_ratio_penalty",
@@ -101,18 +123,26 @@ __all__ = [
     "monte_carlo",
     "nll",
     "on_batch",
+    "on_pairs",
     "on_terms",
+    "orpo_pairs",
     "overlong",
+    "pass_at_k_gain",
     "prompt_mean",
     "quadratic",
     "returns_to_go",
     "saturate",
     "score",
     "score_by_sign",
+    "role_baseline",
+    "score",
+    "score_pairs",
     "sequence_mean_token_mean",
     "sequence_mean_token_sum",
     "sequence_mean_token_sum_norm",
     "sequence_ratio",
+    "simpo_pairs",
+    "teacher_gain",
     "token_mean",
     "token_ratio",
     "token_sum",
@@ -120,5 +150,6 @@ __all__ = [
     "trust_region",
     "value_huber",
     "value_squared",
+    "turn_returns",
     "whiten",
 ]

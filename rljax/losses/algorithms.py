@@ -1,4 +1,5 @@
-"""Published algorithms as chains; `ALGORITHMS` finds those that learn from rewards by name.
+"""Published algorithms as chains; `ALGORITHMS` finds those that learn from rewards by name,
+`PREFERENCES` those that learn from pairs or judged responses.
 
 Options that they share:
   low, high: the ratio is clipped to [1 - low, 1 + high]; floats, as all the others without a hint.
@@ -42,6 +43,13 @@ from rljax.losses.surrogate import (
 )
 
 DELTA = {"tv": 0.15, "kl": 0.05}  # thresholds of DPPO's stability study
+from rljax.losses import baselines as bas
+from rljax.losses import preference as pref
+from rljax.losses.base import LossTransform, chain
+from rljax.losses.distill import nll, teacher_gain
+from rljax.losses.ratio import Anchor, geometric_ratio, token_ratio
+from rljax.losses.regularise import entropy_bonus, kl_to_reference
+from rljax.losses.surrogate import clip_ratio, dual_clip, score
 
 
 def _close(
@@ -193,6 +201,39 @@ def critic(clip: float | None = None) -> LossTransform:
     The targets are those of the policy's chain, `ppo_gae` or `bpco`; `clip` as in `value_squared`.
     """
     return chain(value.value_squared(clip), agg.token_mean())
+def pass_at_k(k=4, low=0.2, high=0.2, anchor: Anchor = "old", kl=0.0, entropy=0.0) -> LossTransform:
+    """Pass@k training: a response is worth what it adds to the best of k.
+
+    Chen et al. 2025, arXiv 2508.10751; takes groups larger than k.
+    """
+    policy = (bas.pass_at_k_gain(k), token_ratio(anchor), clip_ratio(low, high))
+    return _close(policy, kl, entropy, agg.sequence_mean_token_mean())
+
+
+def rae(
+    roles=2, decay=0.95, horizon=4096.0, low=0.2, high=0.2, anchor: Anchor = "old", kl=0.0,
+    entropy=0.0,
+) -> LossTransform:  # fmt: skip
+    """SPIRAL: moving baseline by role, clipped ratio, sum over tokens by a constant.
+
+    Liu et al. 2025, arXiv 2506.24119. Departure: a response with advantage 0 is not dropped, and
+    so counts as a sequence.
+    """
+    policy = (bas.role_baseline(roles, decay), token_ratio(anchor), clip_ratio(low, high))
+    return _close(policy, kl, entropy, agg.sequence_mean_token_sum_norm(horizon))
+
+
+def brpo(
+    budgets=(2000, 4000, 6000, 8000), prior=None, horizon=8000.0, low=0.2, high=0.2,
+    anchor: Anchor = "old", kl=0.0, entropy=0.0,
+) -> LossTransform:  # fmt: skip
+    """BRPO: budget-relative advantages of anytime reasoning, sum over tokens by a constant.
+
+    Qi et al. 2025 (AnytimeReasoner), arXiv 2505.13438; the reasoning policy. `horizon` is the
+    padded length of a response in the released code.
+    """
+    policy = (bas.budget_relative(budgets, prior), token_ratio(anchor), clip_ratio(low, high))
+    return _close(policy, kl, entropy, agg.sequence_mean_token_sum_norm(horizon))
 
 
 def dppo(
@@ -366,6 +407,66 @@ def sft() -> LossTransform:
     return chain(nll(), agg.token_mean())
 
 
+def distil(low=0.0, high=5.0) -> LossTransform:
+    """On-policy distillation: lowers KL(policy || teacher) on the policy's own completions.
+
+    Agarwal et al. 2023 (GKD), arXiv 2306.13649, with a policy gradient of the sampled tokens in
+    place of the full vocabulary. `Batch.logp_ref` is the teacher's. The ratio to the sampler,
+    within [low, high], weighs each token. Its opposite, KL(teacher || policy), is `sft` on the
+    teacher's completions.
+    """
+    return chain(teacher_gain(), token_ratio("sampler"), score(low, high), agg.token_mean())
+
+
+def dpo(beta=0.1, smoothing=0.0) -> LossTransform:
+    """DPO, direct preference optimisation; the mean over pairs.
+
+    Rafailov et al. 2023, arXiv 2305.18290, equation 7.
+    """
+    return chain(pref.dpo_pairs(beta, smoothing), agg.sequence_mean_token_mean())
+
+
+def ipo(beta=0.1) -> LossTransform:
+    """IPO: the difference of the log-ratios is drawn to 1 / (2 beta).
+
+    Azar et al. 2023, arXiv 2310.12036, equation 17.
+    """
+    return chain(pref.ipo_pairs(beta), agg.sequence_mean_token_mean())
+
+
+def simpo(beta=2.0, gamma=1.0) -> LossTransform:
+    """SimPO: mean log-probs a token with a margin, no reference.
+
+    Meng et al. 2024, arXiv 2405.14734, equation 6.
+    """
+    return chain(pref.simpo_pairs(beta, gamma), agg.sequence_mean_token_mean())
+
+
+def orpo(coefficient=0.1) -> LossTransform:
+    """ORPO: imitates the chosen response and adds the log odds ratio, no reference.
+
+    Hong et al. 2024, arXiv 2403.07691, equation 6.
+    """
+    return chain(pref.orpo_pairs(coefficient), agg.sequence_mean_token_mean())
+
+
+def kto(beta=0.1, desirable=1.0, undesirable=1.0) -> LossTransform:
+    """KTO: responses judged good or bad one by one, against a running KL.
+
+    Ethayarajh et al. 2024, arXiv 2402.01306, equation 8.
+    """
+    return chain(pref.kto_rows(beta, desirable, undesirable), agg.sequence_mean_token_mean())
+
+
+def reward_model(margin=0.0, centring=0.0) -> LossTransform:
+    """Reward model of pairs by Bradley and Terry (1952).
+
+    Margin by the difference of ratings: Llama 2, arXiv 2307.09288, equation 2; centring:
+    Eisenstein et al. 2023, arXiv 2312.09244.
+    """
+    return chain(pref.score_pairs(margin, centring), agg.sequence_mean_token_mean())
+
+
 ALGORITHMS: dict[str, Callable[..., LossTransform]] = {
     f.__name__: f
     for f in (
@@ -394,5 +495,12 @@ ALGORITHMS: dict[str, Callable[..., LossTransform]] = {
         icepop,
         clip_cov,
         kl_cov,
+        pass_at_k,
+        rae,
+        brpo,
     )
+}
+
+PREFERENCES: dict[str, Callable[..., LossTransform]] = {
+    f.__name__: f for f in (dpo, ipo, simpo, orpo, kto)
 }

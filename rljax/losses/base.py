@@ -50,6 +50,7 @@ class Batch(Record):
     value_target: Array | None = None  # [B, T] what the critic learns, written by a returns member
     turn: Array | None = None  # [B, T] int32 number of the turn that a token belongs to, from 0
     role: Array | None = None  # [B] int32 role that the policy played in the response, from 0
+    budget_score: Array | None = None  # [B, S] mean score where the response is cut at budget s
 
 
 class Terms(Record):
@@ -84,7 +85,7 @@ class LossTransform:
       prepare: (batch, state) -> (batch, state), on the raw full batch, outside the gradient.
       update: (terms, batch, state) -> terms, inside the gradient, on any microbatch.
       needs: what it reads: names of Batch fields, of live arrays ("entropy"), "ratio" where a ratio
-        member must come first, "group>1" where one response per prompt makes it void.
+        member must come first, "group>n" where n responses per prompt make it void.
       gives: what it writes for later members: "ratio", "advantage", "weight", "mask".
       name: how messages call it.
       members: the members of a chain, in order; () for a single transform.
@@ -230,25 +231,30 @@ def on_batch(
 
 
 def check_groups(loss: LossTransform, group_size: int) -> None:
-    """Raises where the loss compares responses of one prompt but each prompt has only one.
+    """Raises where the loss compares responses of one prompt but each prompt has too few.
 
-    Members say so by "group>1" in `needs`; recipes ask before the run starts.
+    Members say so by "group>1", or a larger number, in `needs`; recipes ask before the run starts.
 
     Args:
       group_size: responses per prompt.
     """
-    if group_size > 1:
-        return
-    names = [m.name for m in loss.members or (loss,) if "group>1" in m.needs]
-    if names:
+    for member in loss.members or (loss,):
+        least = max([int(n[6:]) for n in member.needs if n.startswith("group>")], default=0)
+        if group_size > least:
+            continue
+        has = "one response" if group_size == 1 else f"{group_size} responses"
         raise ValueError(
-            f"{' and '.join(names)} compares the responses of one prompt; with one response there "
-            "is nothing to compare and the advantage is 0 everywhere; set the group size to 2 "
-            "or more, or choose a loss without a group (reinforce, reinforce_pp)"
+            f"{member.name} compares the responses of one prompt; with {has} there is nothing to "
+            f"compare and the advantage is 0 everywhere; set the group size to {least + 1} or "
+            "more, or choose a loss without a group (reinforce, reinforce_pp)"
         )
 
 
-MARKS = frozenset({"ratio", "group>1"})  # in `needs`, yet neither a Batch field nor live
+def is_mark(need: str) -> bool:
+    """True for what stands in `needs`, yet is neither a Batch field nor a live array."""
+    return need == "ratio" or need.startswith("group>")
+
+
 SUPPLY = {
     "advantage": "put an advantage member (group_centre(), leave_one_out(), ...) before it, "
     "or fill Batch.advantage",
@@ -275,6 +281,7 @@ SUPPLY = {
     "value_target": "put a returns member (gae(), monte_carlo()) before it",
     "value_live": "pass value_live=..., [B, T]: the critic's values that carry a gradient",
     "turn": "fill Batch.turn with the turn that each token belongs to",
+    "budget_score": "fill Batch.budget_score with the score of each response cut at each budget",
     "role": "fill Batch.role with an id per response of the role that the policy played",
     "entropy": "pass entropy=..., [B, T], as the score or train step returns it",
 }
@@ -317,7 +324,7 @@ def _check_ratio(whole: LossTransform) -> None:
 
 def _check_needs(member: LossTransform, batch: Batch, live: dict[str, Array] | None) -> None:
     """Checks Batch fields, and live arrays unless `live` is None (they come with the call)."""
-    for need in sorted(member.needs - MARKS):
+    for need in sorted(n for n in member.needs if not is_mark(n)):
         absent = need not in live if live is not None else False
         if getattr(batch, need) is None if hasattr(batch, need) else absent:
             raise _lack(member.name, need)
@@ -358,4 +365,5 @@ def _select(ok: Array, batch: Batch) -> Batch:
     leaves = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}  # pyright: ignore
     tokens = {n: _where(ok, x) for n, x in leaves.items() if getattr(x, "ndim", 0) >= 2}
     del tokens["mask"]
+    tokens.pop("budget_score", None)  # [B, S]
     return batch.replace(mask=ok.astype(jnp.float32), **tokens)
