@@ -148,8 +148,8 @@ __all__ = [
     "token_sum",
     "topk_divergence",
     "trust_region",
+    "turn_returns",
     "value_huber",
     "value_squared",
-    "turn_returns",
     "whiten",
 ]

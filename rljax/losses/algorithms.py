@@ -45,7 +45,8 @@ from rljax.losses.surrogate import (
 DELTA = {"tv": 0.15, "kl": 0.05}  # thresholds of DPPO's stability study
 from rljax.losses import baselines as bas
 from rljax.losses import preference as pref
-from rljax.losses.base import LossTransform, chain
+from rljax.losses import returns, value
+from rljax.losses.base import Batch, LossTransform, Terms, chain, on_terms
 from rljax.losses.distill import nll, teacher_gain
 from rljax.losses.ratio import Anchor, geometric_ratio, token_ratio
 from rljax.losses.regularise import entropy_bonus, kl_to_reference
@@ -201,6 +202,8 @@ def critic(clip: float | None = None) -> LossTransform:
     The targets are those of the policy's chain, `ppo_gae` or `bpco`; `clip` as in `value_squared`.
     """
     return chain(value.value_squared(clip), agg.token_mean())
+
+
 def pass_at_k(k=4, low=0.2, high=0.2, anchor: Anchor = "old", kl=0.0, entropy=0.0) -> LossTransform:
     """Pass@k training: a response is worth what it adds to the best of k.
 

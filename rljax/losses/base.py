@@ -363,7 +363,6 @@ def _select(ok: Array, batch: Batch) -> Batch:
     Done before any exp or log, so that neither value nor gradient can meet 0 * inf.
     """
     leaves = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}  # pyright: ignore
+    del leaves["mask"], leaves["budget_score"]  # [B, S]
     tokens = {n: _where(ok, x) for n, x in leaves.items() if getattr(x, "ndim", 0) >= 2}
-    del tokens["mask"]
-    tokens.pop("budget_score", None)  # [B, S]
     return batch.replace(mask=ok.astype(jnp.float32), **tokens)
