@@ -33,8 +33,23 @@ from rljax.losses.base import (
     on_batch,
     on_terms,
 )
+from rljax.losses.baselines import (
+    budget_relative,
+    pass_at_k_gain,
+    role_baseline,
+    turn_returns,
+)
 from rljax.losses.covariance import clip_cov, kl_cov
-from rljax.losses.distill import nll
+from rljax.losses.distill import nll, teacher_gain
+from rljax.losses.preference import (
+    dpo_pairs,
+    ipo_pairs,
+    kto_rows,
+    on_pairs,
+    orpo_pairs,
+    score_pairs,
+    simpo_pairs,
+)
 from rljax.losses.ratio import (
     geometric_ratio,
     mismatch_band,
@@ -48,24 +63,6 @@ from rljax.losses.regularise import (
     kl_to_reference,
     log_ratio_penalty,
 )
-from rljax.losses.baselines import (
-    budget_relative,
-    pass_at_k_gain,
-    role_baseline,
-    turn_returns,
-)
-from rljax.losses.distill import nll, teacher_gain
-from rljax.losses.preference import (
-    dpo_pairs,
-    ipo_pairs,
-    kto_rows,
-    on_pairs,
-    orpo_pairs,
-    score_pairs,
-    simpo_pairs,
-)
-from rljax.losses.ratio import geometric_ratio, sequence_ratio, token_ratio
-from rljax.losses.regularise import entropy_bonus, kl_estimate, kl_to_reference
 from rljax.losses.returns import gae, kl_in_reward, length_adaptive_gae, monte_carlo
 from rljax.losses.surrogate import (
     clip_ratio,
@@ -109,8 +106,8 @@ __all__ = [
     "geometric_ratio",
     "group_centre",
     "group_standardise",
-    "kl_cov",
     "ipo_pairs",
+    "kl_cov",
     "kl_estimate",
     "kl_in_reward",
     "kl_to_reference",
@@ -131,11 +128,10 @@ __all__ = [
     "prompt_mean",
     "quadratic",
     "returns_to_go",
+    "role_baseline",
     "saturate",
     "score",
     "score_by_sign",
-    "role_baseline",
-    "score",
     "score_pairs",
     "sequence_mean_token_mean",
     "sequence_mean_token_sum",

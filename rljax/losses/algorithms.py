@@ -17,11 +17,13 @@ from typing import Literal
 
 from rljax.losses import advantage as adv
 from rljax.losses import aggregate as agg
+from rljax.losses import baselines as bas
 from rljax.losses import covariance as cov
+from rljax.losses import preference as pref
 from rljax.losses import returns, value
 from rljax.losses import trust_region as trust
 from rljax.losses.base import LossTransform, chain
-from rljax.losses.distill import nll
+from rljax.losses.distill import nll, teacher_gain
 from rljax.losses.ratio import (
     Anchor,
     Level,
@@ -43,14 +45,6 @@ from rljax.losses.surrogate import (
 )
 
 DELTA = {"tv": 0.15, "kl": 0.05}  # thresholds of DPPO's stability study
-from rljax.losses import baselines as bas
-from rljax.losses import preference as pref
-from rljax.losses import returns, value
-from rljax.losses.base import Batch, LossTransform, Terms, chain, on_terms
-from rljax.losses.distill import nll, teacher_gain
-from rljax.losses.ratio import Anchor, geometric_ratio, token_ratio
-from rljax.losses.regularise import entropy_bonus, kl_to_reference
-from rljax.losses.surrogate import clip_ratio, dual_clip, score
 
 
 def _close(
