@@ -269,8 +269,8 @@ SUPPLY = {
     "logp_old": "fill Batch.logp_old: score the batch with the parameters before the update",
     "logp_ref": "fill Batch.logp_ref: score the batch with the reference parameters",
     "token": "fill Batch.token with the ids of the response tokens",
-    "topk_ids": "let the decode engine record its likeliest ids (DecodeConfig.topk)",
-    "topk_logp": "let the decode engine record its likeliest ids (DecodeConfig.topk)",
+    "topk_ids": "fill Batch.topk_ids with the sampler's likeliest ids, [B, T, K]",
+    "topk_logp": "fill Batch.topk_logp with the sampler's log-probs of topk_ids, [B, T, K]",
     "topk_logp_live": "pass topk_logp_live=..., [B, T, K]: the trainer's log-probs at topk_ids",
     "sum_squares": "pass sum_squares=..., [B, T]: sum over the vocabulary of pi^2",
     **dict.fromkeys(

@@ -37,7 +37,10 @@ def on_pairs(
     """
 
     def update(terms: Terms, batch: Batch, state: State) -> Terms:
-        token = terms.logp - batch.logp_ref if reference else terms.logp
+        token = terms.logp
+        if reference:
+            assert batch.logp_ref is not None
+            token = token - batch.logp_ref
         value = jnp.sum(token * batch.mask, axis=1)
         if per_token:
             value = value / jnp.maximum(jnp.sum(batch.mask, axis=1), 1.0)
@@ -136,7 +139,7 @@ def kto_rows(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0
         return batch, jnp.maximum(mean, 0.0)
 
     def update(terms: Terms, batch: Batch, z: State) -> Terms:
-        assert batch.reward is not None
+        assert batch.reward is not None and batch.logp_ref is not None
         r = jnp.sum((terms.logp - batch.logp_ref) * batch.mask, axis=1)
         good, live = batch.reward > 0, jnp.any(batch.mask > 0, axis=1).astype(jnp.float32)
         weight, sign = jnp.where(good, desirable, undesirable), jnp.where(good, 1.0, -1.0)

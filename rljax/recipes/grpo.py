@@ -103,6 +103,7 @@ class Run:
         display: progress.Progress | None = None,
     ) -> None:
         base.check_groups(config.loss, config.group)
+        _check_supply(config)
         if config.temperature <= 0:
             raise ValueError(
                 f"temperature {config.temperature} samples greedily, so that the samples of a "
@@ -314,8 +315,23 @@ def _blank(config: Config) -> base.Batch:
         **dict.fromkeys(("mask", "logp_sampler", "logp_old", "logp_ref"), tokens),
         **dict.fromkeys(("reward", "truncated"), rows),
         **dict.fromkeys(("group", "length"), count),
+        "token": np.zeros((B, 1), np.int32),
     }
     return base.Batch(**arrays)
+
+
+def _check_supply(config: Config) -> None:
+    """Raises, before any work, where the loss reads what this recipe does not provide."""
+    blank = _blank(config)
+    provided = {f.name for f in dataclasses.fields(blank) if getattr(blank, f.name) is not None}
+    provided |= {"entropy", "sum_squares"}  # the train step's
+    for need in sorted(n for n in config.loss.needs - provided if not base.is_mark(n)):
+        member = next((m.name for m in config.loss.members if need in m.needs), config.loss.name)
+        advice = base.SUPPLY.get(need, "")
+        raise ValueError(
+            f"{member} reads `{need}`, which this recipe does not provide; choose another loss, or "
+            f"train in a loop of your own: {advice or 'give it to the loss'}"
+        )
 
 
 class _Compiled:

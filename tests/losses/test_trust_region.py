@@ -142,10 +142,10 @@ def test_thresholds_out_of_range_are_refused_by_name(make, message):
         make()
 
 
-def test_a_batch_without_top_k_says_who_records_it():
+def test_a_batch_without_top_k_says_what_to_fill():
     loss = L.chain(
         L.token_ratio("sampler"), L.trust_region(L.topk_divergence(), 0.1, 0.1), L.token_mean()
     )
     batch = batch_of(topk_ids=None)
-    with pytest.raises(ValueError, match=r"topk_ids.*decode engine.*topk"):
+    with pytest.raises(ValueError, match=r"topk_ids.*sampler's likeliest ids"):
         loss.prepare(batch, loss.init(batch))

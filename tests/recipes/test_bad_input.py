@@ -58,6 +58,9 @@ def nothing_sampled(monkeypatch) -> None:
         ({"prompts": 3, "updates": 2}, "3 prompts do not divide into 2 updates"),
         ({"max_prompt_tokens": 1}, "row 1 has 2 tokens and max_prompt_tokens is 1"),
         ({"max_tokens": 24}, "past the model's 24 positions"),
+        ({"loss": algorithms.dppo("topk")}, "topk_ids.*does not provide"),
+        ({"loss": algorithms.bpco()}, "reads `value`, which this recipe does not provide"),
+        ({"loss": algorithms.ppo()}, "reads `advantage`"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_the_start(made, settings, fact):
