@@ -149,9 +149,13 @@ def test_a_worker_killed_while_idle_costs_nothing(reward):
 
 
 def test_a_worker_killed_during_a_check_is_reported_and_replaced(reward):
-    for pid in reward.pool.pids():  # one of them has the check
-        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+    pids = reward.pool.pids()  # one of them has the check
+    kills = [threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)) for pid in pids]
+    for kill in kills:
+        kill.start()
     assert reward.pool.verdicts([(TOWER, "\\boxed{1}")]) == [V.CRASHED]
+    for kill in kills:  # or the second may hit the next check
+        kill.join()
     assert reward.pool.verdicts([HALF]) == [V.CORRECT]
 
 

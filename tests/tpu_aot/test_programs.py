@@ -212,7 +212,7 @@ def test_a_decode_step_does_not_copy_the_cache(sampler, decode):
     assert max(c.size for c in collectives(compiled)) <= smallest
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_resharding_moves_no_more_than_a_chip_lacks(train, tensor):
     target = rules.decode_layout(mesh.MeshConfig(-1, 1, tensor), train.mesh)
     found = reshard.make_reshard(SPECS, train, target, "bfloat16", group_bytes=2**22).report()
