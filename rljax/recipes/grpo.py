@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,16 @@ class Config:
     checkpoint_every: int = 0
     tensorboard: bool = False
 
+    @property
+    def on_policy(self) -> bool:
+        """Each batch is used for one update, by the parameters that sampled it."""
+        return self.updates == 1
+
+    @property
+    def total_updates(self) -> int:
+        """Updates of the policy in the whole run, over which the schedule goes."""
+        return self.steps * self.updates
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -122,10 +132,10 @@ class Run:
         share = math.gcd(slots, config.group, config.eval_samples)
         policy.reserve(slots, self.prompt_columns, self.max_tokens, share)
 
-        updates = config.steps * config.updates
-        self.optimiser = optimisers.make_optimiser(config.optimiser, updates)
+        self.optimiser = optimisers.make_optimiser(config.optimiser, config.total_updates)
+        early = any({"logp_old"} <= m.needs and "token_reward" in m.gives for m in _flat(config))
         self.step_cfg = steps.StepConfig(
-            config.microbatches, config.temperature, on_policy=config.updates == 1,
+            config.microbatches, config.temperature, on_policy=config.on_policy and not early,
             remat=config.remat, precision=config.precision,
         )  # fmt: skip
         self.update = steps.make_step(
@@ -222,35 +232,41 @@ class Run:
 
     def step(self) -> Step:
         """Does one step: rollout, the log-probs that the loss reads, updates."""
-        config, loss = self.config, self.config.loss
         rollout, values = self.rollout()
         prompt, length, response, batch = sync.to_arrays(
             rollout, self.prompt_columns, runs.round_up(self.max_tokens, 8)
         )
         rows = self._rows(prompt, length, response)
         with self.display.phase("score"):
-            if self.reference is not None:
-                batch = batch.replace(logp_ref=self.score(self.reference, rows)["logp"])
-            if "logp_old" in loss.needs and not self.step_cfg.on_policy:
-                batch = batch.replace(logp_old=self.score(self.state.params, rows)["logp"])
-            jax.block_until_ready(batch)
-        anchor = ()
-        if loss.needs & steps.FULL:  # a copy, as the first update donates the parameters
-            anchor = (jax.tree.map(jnp.copy, self.state.params),)
+            batch = jax.block_until_ready(self.fill(rows, batch, rollout))
         with self.display.phase("train"):
-            means = []
-            for part in range(config.updates):
-                cut = _Part(part, config.updates)
-                self.state, out = self.update(
-                    self.state, jax.tree.map(cut, rows), jax.tree.map(cut, batch), *anchor
-                )
-                means.append(metrics.to_floats(out))
-                runs.check_finite(self.number, means[-1])
-        values |= {name: float(np.mean([m[name] for m in means])) for name in means[0]}
+            values |= self.learn(rows, batch, rollout)
         self.policy.update(self.state.params, self.number + 1)
         self.last = Step(self.number, values, rollout)
         self.number += 1
         return self.last
+
+    def fill(self, rows: Sequences, batch: base.Batch, rollout: sync.Rollout) -> base.Batch:
+        """Adds what the loss reads and the sampler does not know: log-probs of other parameters."""
+        del rollout
+        if self.reference is not None:
+            batch = batch.replace(logp_ref=self.score(self.reference, rows)["logp"])
+        if "logp_old" in self.config.loss.needs and not self.step_cfg.on_policy:
+            batch = batch.replace(logp_old=self.score(self.state.params, rows)["logp"])
+        return batch
+
+    def learn(self, rows: Sequences, batch: base.Batch, rollout: sync.Rollout) -> dict[str, float]:
+        """Updates the policy on each part of the batch in turn; returns the mean metrics."""
+        del rollout
+        anchor = ()
+        if self.config.loss.needs & steps.FULL:  # a copy: the first update donates the parameters
+            anchor = (jax.tree.map(jnp.copy, self.state.params),)
+        means = []
+        for part, piece in cut(self.config.updates, rows, batch):
+            self.state, out = self.update(self.state, part, piece, *anchor)
+            means.append(metrics.to_floats(out))
+            runs.check_finite(self.number, means[-1])
+        return mean_of(means)
 
     def steps(self, count: int) -> Iterator[Step]:
         """Does `count` steps, yielding each; stop iterating at any time."""
@@ -282,28 +298,46 @@ class Run:
         ):  # fmt: skip
             print(f"  reward {reward:6.2f}  advantage {gain:+6.2f}  {text.strip()!r}")
 
+    def saved(self) -> Any:
+        """What a checkpoint keeps: a tree whose `params` are the policy's."""
+        return self.state
+
+    def load(self, saved: Any) -> None:
+        """Takes over what `saved` returned."""
+        self.state = saved
+
     def position(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the train state."""
         return {"data": self.stream.state(), "seed": self.seed, "number": self.number}
 
     def restore(self, saver: runs.Saver) -> None:
         """Goes on from the last complete checkpoint."""
-        self.state, meta = saver.restore(self.state)
+        tree, meta = saver.restore(self.saved())
+        self.load(tree)
         self.number, self.seed = meta["number"], meta["seed"]
         self.stream = sources.PromptStream(self.task.train, self.seed)
         self.stream.load(meta["data"])
         self.policy.update(self.state.params, self.number)
 
 
-class _Part:
-    """Takes part i of n of the leading axis; parts are whole groups."""
+def cut(parts: int, *trees: Any) -> Iterator[tuple[Any, ...]]:
+    """Yields the trees' parts of the leading axis in order; each holds whole groups."""
+    for i in range(parts):
 
-    def __init__(self, index: int, count: int) -> None:
-        self.index, self.count = index, count
+        def part(x: Any, i: int = i) -> Any:
+            size = x.shape[0] // parts
+            return x[i * size : (i + 1) * size]
 
-    def __call__(self, x: Any) -> Any:
-        size = x.shape[0] // self.count
-        return x[self.index * size : (self.index + 1) * size]
+        yield tuple(jax.tree.map(part, tree) for tree in trees)
+
+
+def mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over rows that name the same ones."""
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
+def _flat(config: Config) -> tuple[base.LossTransform, ...]:
+    return config.loss.members or (config.loss,)
 
 
 def _blank(config: Config) -> base.Batch:
@@ -372,11 +406,14 @@ def start(
     return Run(policy, task, config)
 
 
-def run(config: Config, workdir: str | Path, resume: bool = False) -> Run:
+def run(config: Config, workdir: str | Path, resume: bool = False, make: type[Run] = Run) -> Run:
     """Trains by `config` in `workdir` and writes a report; `resume` goes on where it stopped.
 
     Leaves config.json, versions.jsonl, metrics.jsonl, samples.jsonl, eval.jsonl, checkpoints/ and
     report.html in the directory.
+
+    Args:
+      make: class of the run, `Run` or one that a recipe derives from it.
     """
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
@@ -384,8 +421,8 @@ def run(config: Config, workdir: str | Path, resume: bool = False) -> Run:
     policy = runs.make_policy(config.model, layout, config.decode, config.precision)
     task = config.task() if callable(config.task) else config.task
     display = progress.Progress(config.steps, title=f"{task.name}, {policy.cfg.family}")
-    made = Run(policy, task, config, display)
-    saver = runs.Saver(workdir, policy, config.checkpoint_every, config.steps)
+    made = make(policy, task, config, display)
+    saver = runs.Saver(workdir, policy, config.checkpoint_every, config.steps, made.saved())
     if resume:
         made.restore(saver)
         provenance.write_versions(workdir)
@@ -409,7 +446,7 @@ def run(config: Config, workdir: str | Path, resume: bool = False) -> Run:
                 and made.number < config.steps
             ):
                 _judge(made, workdir, "during")
-            saver.maybe_save(made.number, made.state, made.position())
+            saver.maybe_save(made.number, made.saved(), made.position())
     _judge(made, workdir, "after")
     _conclude(workdir, report.write_report(workdir))
     return made

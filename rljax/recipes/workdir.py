@@ -54,7 +54,7 @@ def check_room(policy: policies.Policy, prompt_tokens: int, uid: int, max_tokens
 
 def check_finite(step: int, values: Mapping[str, float]) -> None:
     """Stops a run whose loss or gradient is not a number, naming step and metric."""
-    for name in ("loss", "grad_norm"):
+    for name in ("loss", "grad_norm", "value/loss", "value/grad_norm"):
         if not math.isfinite(values.get(name, 0.0)):
             raise FloatingPointError(
                 f"step {step}: {name} is {values[name]}; resume from the last checkpoint with a "
@@ -63,12 +63,19 @@ def check_finite(step: int, values: Mapping[str, float]) -> None:
 
 
 class Saver:
-    """Checkpoints of a run, every `every` steps and at the last one; checks the space first."""
+    """Checkpoints of a run, every `every` steps and at the last one; checks the space first.
 
-    def __init__(self, workdir: Path, policy: policies.Policy, every: int, last: int) -> None:
+    Args:
+      state: what will be saved, where it is more than the policy's parameters and their moments.
+    """
+
+    def __init__(
+        self, workdir: Path, policy: policies.Policy, every: int, last: int, state: Any = None
+    ) -> None:
         self.every, self.last = every, last
         self.checkpoints = Checkpoints(workdir / policies.CHECKPOINTS)
-        self.checkpoints.check_space(3 * trees.size_bytes(policy.params))  # parameters, two moments
+        size = 3 * trees.size_bytes(policy.params) if state is None else trees.size_bytes(state)
+        self.checkpoints.check_space(size)
         policies.write_description(policy, workdir)
 
     def maybe_save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ class StepConfig:
     form: decoder.Form | None = None  # None picks by platform
 
 
-def _tree(params: Any, cfg: spec.ModelConfig, step: StepConfig, layout: rules.Layout) -> Any:
+def expand(params: Any, cfg: spec.ModelConfig, step: StepConfig, layout: rules.Layout) -> Any:
     fuse = layout.size("heads") == layout.size("mlp") == 1
     return decoder.expand(params, cfg, step.form or decoder.pick_form(), fuse)
 
@@ -116,6 +116,19 @@ def _head(
     return {name: v.reshape(-1, *v.shape[2:]) for name, v in out.items()}
 
 
+def over_rows(
+    fn: Callable[[Sequences], Any], sequences: Sequences, parts: int, layout: rules.Layout
+) -> Any:
+    """`fn` of all rows, computed in `parts` one after the other; its arrays are [B, T]."""
+    R, G, T = sequences.response.shape
+    check_rows(R, parts, layout)
+
+    def whole(x: Array) -> Array:  # [M, B/M, T] back to [B, T], undoing the stride
+        return x.reshape(parts, R // parts, G, T).swapaxes(0, 1).reshape(R * G, T)
+
+    return jax.tree.map(whole, lax.map(fn, _cut(sequences, R, parts)))
+
+
 def make_score(
     cfg: spec.ModelConfig, step: StepConfig, layout: rules.Layout
 ) -> Callable[[Any, Sequences], dict[str, Array]]:
@@ -125,18 +138,11 @@ def make_score(
     """
 
     def score(params: Any, sequences: Sequences) -> dict[str, Array]:
-        R = sequences.prompt.shape[0]
-        check_rows(R, step.microbatches, layout)
-        tree = _tree(params, cfg, step, layout)
-        parts = _cut(sequences, R, step.microbatches)
-        out = lax.map(lambda rows: _head(tree, cfg, step, layout, rows), parts)
-
-        def whole(x: Array) -> Array:  # [M, B/M, T] back to [B, T], undoing the stride
-            T, G = x.shape[-1], sequences.response.shape[1]
-            x = x.reshape(step.microbatches, R // step.microbatches, G, T).swapaxes(0, 1)
-            return x.reshape(R * G, T)
-
-        return jax.tree.map(whole, out)
+        tree = expand(params, cfg, step, layout)
+        return over_rows(
+            lambda rows: _head(tree, cfg, step, layout, rows),
+            sequences, step.microbatches, layout,
+        )  # fmt: skip
 
     params = layout.tree(spec.specs(cfg))
     rows = layout.sharding(("batch",))
@@ -156,10 +162,16 @@ def _mismatch(logp: Array, batch: base.Batch) -> tuple[dict[str, Metric], dict[s
 
 
 def state_shardings(
-    cfg: spec.ModelConfig, optimiser: optax.GradientTransformation, layout: rules.Layout
+    model: spec.ModelConfig | spec.SpecTree,
+    optimiser: optax.GradientTransformation,
+    layout: rules.Layout,
 ) -> TrainState:
-    """Shardings of a TrainState: moments lie with their parameters, all else everywhere."""
-    specs = spec.specs(cfg)
+    """Shardings of a TrainState: moments lie with their parameters, all else everywhere.
+
+    Args:
+      model: a decoder's configuration, or the `Param` tree of any other parameters.
+    """
+    specs = spec.specs(model) if isinstance(model, spec.ModelConfig) else model
     params = layout.tree(specs)
     opt_state = optax.tree.map_params(
         optimiser,
@@ -173,13 +185,15 @@ def state_shardings(
 
 
 def make_init(
-    cfg: spec.ModelConfig, optimiser: optax.GradientTransformation, layout: rules.Layout
+    model: spec.ModelConfig | spec.SpecTree,
+    optimiser: optax.GradientTransformation,
+    layout: rules.Layout,
 ) -> Callable[[Any], TrainState]:
     """Returns init(params) -> TrainState on the layout's devices, with an empty loss state.
 
     The state holds a float32 copy: steps donate it, and the caller's parameters stay alive.
     """
-    shardings = state_shardings(cfg, optimiser, layout)
+    shardings = state_shardings(model, optimiser, layout)
 
     def init(params: Any) -> TrainState:
         copies = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
@@ -189,6 +203,39 @@ def make_init(
         return TrainState(params=params, opt_state=opt_state, loss_state=(), step=step)
 
     return init
+
+
+def accumulate(
+    grad: Callable[..., Any], tree: Any, sequences: Sequences, batch: base.Batch, parts: int
+) -> Any:
+    """Adds up `grad(tree, rows, part) -> (grads, (metrics, maxima))` over `parts` microbatches.
+
+    Of each of `maxima`, a dict of scalars, the largest is kept.
+    """
+    if parts == 1:
+        return grad(tree, sequences, batch)
+    cut = _cut((sequences, batch), sequences.prompt.shape[0], parts)
+    first = jax.tree.map(lambda x: x[0], cut)
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, tree, *first))
+
+    def body(carry: Any, part: Any) -> Any:
+        grads, (metrics, maxima) = grad(tree, *part)
+        old_grads, (old_metrics, old_maxima) = carry
+        grads, metrics = jax.tree.map(jnp.add, (old_grads, old_metrics), (grads, metrics))
+        return (grads, (metrics, jax.tree.map(jnp.maximum, old_maxima, maxima))), None
+
+    return lax.scan(body, zero, cut)[0]
+
+
+def apply(
+    optimiser: optax.GradientTransformation, state: TrainState, grads: Any, loss_state: Any
+) -> TrainState:
+    """The state after one update by `grads`."""
+    updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(
+        params=params, opt_state=opt_state, loss_state=loss_state, step=state.step + 1
+    )
 
 
 def make_step(
@@ -216,14 +263,13 @@ def make_step(
     def step(
         state: TrainState, sequences: Sequences, batch: base.Batch, anchor: Any = None
     ) -> tuple[TrainState, dict[str, Metric]]:
-        R = sequences.prompt.shape[0]
-        check_rows(R, step_cfg.microbatches, layout)
+        check_rows(sequences.prompt.shape[0], step_cfg.microbatches, layout)
         own_old = step_cfg.on_policy and "logp_old" in loss.needs
         if own_old:  # checked for by prepare, filled in per microbatch below
             batch = batch.replace(logp_old=jnp.zeros_like(batch.mask))
         batch, loss_state = loss.prepare(batch, state.loss_state)
-        anchor_tree = _tree(anchor, cfg, step_cfg, layout) if full else None
-        tree, pull = jax.vjp(lambda p: _tree(p, cfg, step_cfg, layout), state.params)
+        anchor_tree = expand(anchor, cfg, step_cfg, layout) if full else None
+        tree, pull = jax.vjp(lambda p: expand(p, cfg, step_cfg, layout), state.params)
 
         def value(tree: Any, rows: Sequences, part: base.Batch) -> Any:
             live = _head(tree, cfg, step_cfg, layout, rows, loss.needs, part.topk_ids, anchor_tree)
@@ -241,33 +287,13 @@ def make_step(
             return total, (metrics, maxima)
 
         grad = jax.grad(value, has_aux=True)
-
-        if step_cfg.microbatches == 1:
-            grads, (metrics, maxima) = grad(tree, sequences, batch)
-        else:
-            parts = _cut((sequences, batch), R, step_cfg.microbatches)
-            first = jax.tree.map(lambda x: x[0], parts)
-            zero = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, tree, *first)
-            )
-
-            def body(carry: Any, part: Any) -> Any:
-                grads, (metrics, maxima) = grad(tree, *part)
-                old_grads, (old_metrics, old_maxima) = carry
-                grads, metrics = jax.tree.map(jnp.add, (old_grads, old_metrics), (grads, metrics))
-                return (grads, (metrics, jax.tree.map(jnp.maximum, old_maxima, maxima))), None
-
-            (grads, (metrics, maxima)), _ = lax.scan(body, zero, parts)
+        grads, (metrics, maxima) = accumulate(grad, tree, sequences, batch, step_cfg.microbatches)
         metrics["loss"] = metrics["loss"].replace(weight=jnp.float32(1.0))
         (grads,) = pull(grads)
-        updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        new = apply(optimiser, state, grads, loss_state)
         one = jnp.float32(1.0)
         for name, x in {**maxima, "grad_norm": trees.global_norm(grads)}.items():
             metrics[name] = Metric(sum=x, weight=one)
-        new = TrainState(
-            params=params, opt_state=opt_state, loss_state=loss_state, step=state.step + 1
-        )
         return new, metrics
 
     shardings = state_shardings(cfg, optimiser, layout)
