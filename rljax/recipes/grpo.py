@@ -358,7 +358,7 @@ def _check_supply(config: Config) -> None:
     """Raises, before any work, where the loss reads what this recipe does not provide."""
     blank = _blank(config)
     provided = {f.name for f in dataclasses.fields(blank) if getattr(blank, f.name) is not None}
-    provided |= {"entropy", "sum_squares"}  # the train step's
+    provided |= {"entropy", "sum_squares"} | steps.FULL  # the train step's
     for need in sorted(n for n in config.loss.needs - provided if not base.is_mark(n)):
         member = next((m.name for m in config.loss.members if need in m.needs), config.loss.name)
         advice = base.SUPPLY.get(need, "")
