@@ -32,12 +32,14 @@ class DecodeConfig:
       slots: sequences decoded side by side; None = as many as one request batch has.
       steps_per_call: tokens a device call decodes before finished slots are refilled.
       weights: dtype of the sampler's copy of the parameters.
+      topk: likeliest ids recorded with every token (`Completion.topk_ids`); 0 = none.
       mesh: decode mesh over the training mesh's devices, in the same order; its fsdp axis is 1.
     """
 
     slots: int | None = None
     steps_per_call: int = 16
     weights: Literal["float32", "bfloat16"] = "float32"
+    topk: int = 0
     mesh: mesh.MeshConfig = mesh.MeshConfig(data=-1, fsdp=1, tensor=1)
 
 
@@ -84,7 +86,8 @@ class Policy:
         bucket, room = (-(-n // 16) * 16 for n in (prompt_tokens, new_tokens))
         made = self._engine
         if made is not None and (
-            made.cfg.completion_length >= new_tokens
+            made.cfg.topk == self.decode.topk
+            and made.cfg.completion_length >= new_tokens
             and made.cfg.prompt_buckets[-1] >= prompt_tokens
         ):
             return made  # more requests than slots wait their turn
@@ -95,6 +98,7 @@ class Policy:
             prefill_rows=min(8, slots),
             steps_per_call=self.decode.steps_per_call,
             share=share,
+            topk=self.decode.topk,
         )
         self._engine = engine.make_engine(self.cfg, size, self.decode_layout, self.precision)
         self._tree = None

@@ -52,6 +52,8 @@ class Completion:
       ids: [n] int32. logp: [n] float32, of each token under the distribution sampled from.
       logp_full: [n] float32, under the full softmax at temperature 1.
       version: [n] int32, of the weights that sampled the token.
+      topk_ids: [n, K] int32, the likeliest ids as the token was sampled, -1 = empty slot; None
+        unless `EngineConfig.topk` is set. topk_logp: [n, K] float32, as `logp`, 0 where empty.
     """
 
     ids: np.ndarray
@@ -59,6 +61,8 @@ class Completion:
     logp_full: np.ndarray
     version: np.ndarray
     stop_reason: Literal["stop", "length"]
+    topk_ids: np.ndarray | None = None
+    topk_logp: np.ndarray | None = None
 
 
 def check(engine: Engine, request: Request) -> None:
@@ -177,12 +181,15 @@ class Batcher:
                 if not valid.any():
                     continue
                 columns = (out.token, out.logp, out.logp_full)
+                if self.engine.cfg.topk:
+                    columns = (*columns, out.topk_ids, out.topk_logp)
                 columns = tuple(x[valid, slot] for x in columns)
-                job.parts[s].append((*columns, np.full(valid.sum(), version, np.int32)))
+                job.parts[s].append((np.full(valid.sum(), version, np.int32), *columns))
                 if not out.active[slot]:
-                    ids, logp, full, versions = (np.concatenate(c) for c in zip(*job.parts[s]))
+                    whole = (np.concatenate(c) for c in zip(*job.parts[s]))
+                    versions, ids, logp, full, *top = whole
                     reason = "stop" if int(ids[-1]) in job.request.stop_ids else "length"
-                    completion = Completion(ids, logp, full, versions, reason)
+                    completion = Completion(ids, logp, full, versions, reason, *top)
                     done.append((job.place + s, completion))
                     job.left -= 1
             if not job.left:

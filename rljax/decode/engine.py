@@ -37,6 +37,7 @@ class EngineConfig:
       share: slots side by side that serve samples of one request and hold its prompt once. A
         request of fewer samples leaves the others of its slots idle.
       banned: ids that are never sampled (placeholders of images); they stay in the full softmax.
+      topk: likeliest ids recorded with every token, with their log-probs; 0 = none.
     """
 
     slots: int
@@ -47,6 +48,7 @@ class EngineConfig:
     stop_ids: int = 1024
     share: int = 1
     banned: tuple[int, ...] = ()
+    topk: int = 0
 
     def __post_init__(self) -> None:
         if list(self.prompt_buckets) != sorted(set(self.prompt_buckets)) or not self.prompt_buckets:
@@ -105,6 +107,8 @@ class Result(Record):
     logp_full: Array  # float32, under the full softmax at temperature 1
     valid: Array  # bool
     active: Array  # [B] bool, slots that go on
+    topk_ids: Array | None = None  # [steps, B, K] int32, -1 = empty; None with topk off
+    topk_logp: Array | None = None  # [steps, B, K] float32, in the distribution sampled from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +246,7 @@ def make_engine(
         )  # fmt: skip
         logits = heads.logits(tree, model, x[:, 0], precision)
         token, logp, full = sampling.sample(logits, u, s.sampling, allowed)
+        top = sampling.likeliest(logits, s.sampling, cfg.topk, allowed) if cfg.topk else ()
         stopped = jnp.any(token[:, None] == s.stop_ids, -1) | (s.index + 1 >= s.limit)
         going = s.active & ~stopped
         moved = s.replace(
@@ -250,13 +255,16 @@ def make_engine(
             index=jnp.where(s.active, s.index + 1, s.index),
             active=going,
         )
-        return State(cache=cache, slots=moved), (token, logp, full, s.active)
+        return State(cache=cache, slots=moved), (token, logp, full, s.active, *top)
 
     def generate(tree: Any, state: State, enough: Array) -> tuple[State, Result]:
         traces["generate"] += 1
         steps = (cfg.steps_per_call, cfg.slots)
         real = jnp.zeros(steps, jnp.float32)
         out = (jnp.zeros(steps, jnp.int32), real, real, jnp.zeros(steps, bool))
+        if cfg.topk:
+            slots = (*steps, cfg.topk)
+            out = (*out, jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.float32))
         # Every row gains one token a step, so the numbers of all steps are known beforehand.
         s = state.slots
         u = jax.vmap(lambda i: sampling.uniform(s.seed, s.sample, s.index + i))(
@@ -275,7 +283,9 @@ def make_engine(
             return i + 1, state, out
 
         _, state, out = lax.while_loop(more, body, (jnp.int32(0), state, out))
-        return state, Result(*out, active=state.slots.active)
+        names = ("token", "logp", "logp_full", "valid", "topk_ids", "topk_logp")
+        arrays: Any = dict(zip(names, out))
+        return state, Result(**arrays, active=state.slots.active)
 
     return Engine(
         model=model,

@@ -163,3 +163,30 @@ def sample(
     else:
         logp_full = full(token)
     return token, jnp.where(greedy, 0.0, logp), logp_full
+
+
+def likeliest(
+    logits: Array, s: Sampling, count: int, allowed: Array | None = None
+) -> tuple[Array, Array]:
+    """The likeliest tokens of the distribution that `sample` draws from, by descending log-prob.
+
+    Returns:
+      ids [B, count] int32 and their log-probs [B, count]; -1 and 0 past the tokens that the filters
+      leave (one where greedy).
+    """
+    V = logits.shape[-1]
+    logits = jnp.maximum(logits, LOWEST)
+    greedy = s.temperature == 0.0
+    z = logits / jnp.where(greedy, 1.0, s.temperature)[:, None]
+    if allowed is not None:
+        z = jnp.where(allowed, z, LOWEST)
+    least = jnp.maximum(_limits(z, s), LOWEST / 2)
+    z = jnp.where(z >= least[:, None], z, -jnp.inf)
+    found, ids = lax.top_k(z, min(count, V))
+    logp = found - jax.nn.logsumexp(z, -1, keepdims=True)
+    first = jnp.arange(min(count, V)) == 0
+    logp = jnp.where(greedy[:, None], jnp.where(first, 0.0, -jnp.inf), logp)
+    kept = jnp.isfinite(logp)
+    room = ((0, 0), (0, max(count - V, 0)))
+    ids = jnp.pad(jnp.where(kept, ids, -1), room, constant_values=-1)
+    return ids.astype(jnp.int32), jnp.pad(jnp.where(kept, logp, 0.0), room)

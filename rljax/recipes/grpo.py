@@ -48,6 +48,8 @@ class Config:
         sampling, DAPO, arXiv 2503.14476 section 3.2).
       max_tokens: longest completion; None = the task's.
       max_prompt_tokens: longest prompt; None = the longest of the task.
+      topk: likeliest ids that the sampler records with every token where the loss reads them; 20
+        hold 99% of the probability and more (Qi et al., arXiv 2602.04879).
       seed: None draws one and records it in config.json.
       eval_every: steps between held-out evaluations while training; 0 = before and after only.
       eval_samples: completions per held-out prompt at the training temperature.
@@ -71,6 +73,7 @@ class Config:
     precision: layers.Precision = layers.FLOAT32
     mesh: mesh.MeshConfig = mesh.MeshConfig()
     decode: policies.DecodeConfig = policies.DecodeConfig()
+    topk: int = 20
     seed: int | None = None
     eval_every: int = 0
     eval_samples: int = 4
@@ -119,6 +122,11 @@ class Run:
                 f"temperature {config.temperature} samples greedily, so that the samples of a "
                 "group are equal; use a temperature above 0, 1.0 for instance"
             )
+        if "topk_ids" in config.loss.needs and config.topk < 1:
+            raise ValueError(
+                f"the loss reads the sampler's likeliest ids and topk is {config.topk}; use 1 or "
+                "more, 20 for instance"
+            )
         self.policy, self.task, self.config = policy, task, config
         self.display = display or progress.Progress(config.steps, quiet=True)
         self.seed = secrets.randbits(31) if config.seed is None else config.seed
@@ -127,6 +135,8 @@ class Run:
         self.prompt_columns = runs.round_up(self._longest_prompt())
         self.rows_split = self._split()
         self.stream = sources.PromptStream(task.train, self.seed)
+        if "topk_ids" in config.loss.needs:
+            policy.decode = dataclasses.replace(policy.decode, topk=config.topk)
         slots = self._slots()
         # Held-out prompts have other counts of samples; a block that fits both leaves few idle.
         share = math.gcd(slots, config.group, config.eval_samples)
@@ -345,7 +355,10 @@ def _blank(config: Config) -> base.Batch:
     B = config.prompts // config.updates * config.group
     tokens, rows = np.zeros((B, 1), np.float32), np.zeros(B, np.float32)
     count = np.zeros(B, np.int32)
+    slots = np.zeros((B, 1, config.topk), np.float32)
     arrays: Any = {
+        "topk_ids": slots.astype(np.int32),
+        "topk_logp": slots,
         **dict.fromkeys(("mask", "logp_sampler", "logp_old", "logp_ref"), tokens),
         **dict.fromkeys(("reward", "truncated"), rows),
         **dict.fromkeys(("group", "length"), count),
@@ -358,7 +371,7 @@ def _check_supply(config: Config) -> None:
     """Raises, before any work, where the loss reads what this recipe does not provide."""
     blank = _blank(config)
     provided = {f.name for f in dataclasses.fields(blank) if getattr(blank, f.name) is not None}
-    provided |= {"entropy", "sum_squares"} | steps.FULL  # the train step's
+    provided |= {"entropy", "sum_squares", "topk_logp_live"} | steps.FULL  # the train step's
     for need in sorted(n for n in config.loss.needs - provided if not base.is_mark(n)):
         member = next((m.name for m in config.loss.members if need in m.needs), config.loss.name)
         advice = base.SUPPLY.get(need, "")

@@ -105,6 +105,9 @@ def to_arrays(
     """Right-padded arrays: prompt [P, columns], its length [P], response [P, G, T], Batch.
 
     A completion without tokens has length 0 and mask 0; its reward still counts in its group.
+
+    Raises:
+      ValueError: where the sampler's log-probs break their contract (`check_topk`).
     """
     P, G, T = len(rollout.prompts), rollout.group, response_columns
     prompt = np.zeros((P, prompt_columns), np.int32)
@@ -114,6 +117,8 @@ def to_arrays(
     response = np.zeros((P * G, T), np.int32)
     logp = np.zeros((P * G, T), np.float32)
     length = np.zeros(P * G, np.int32)
+    K = max((c.topk_ids.shape[1] for c in rollout.flat if c.topk_ids is not None), default=0)
+    topk_ids, topk_logp = np.full((P * G, T, K), -1, np.int32), np.zeros((P * G, T, K), np.float32)
     for i, c in enumerate(rollout.flat):
         n = length[i] = len(c.ids)
         if len(c.logp) != n:
@@ -121,6 +126,8 @@ def to_arrays(
                 f"completion {i} has {n} ids and {len(c.logp)} log-probs; both are per token"
             )
         response[i, :n], logp[i, :n] = c.ids, c.logp
+        if c.topk_ids is not None:
+            topk_ids[i, :n], topk_logp[i, :n] = c.topk_ids, c.topk_logp
     arrays: Any = {
         "mask": (np.arange(T) < length[:, None]).astype(np.float32),
         "reward": rollout.reward,
@@ -130,7 +137,35 @@ def to_arrays(
         "logp_sampler": logp,
         "token": response,
     }
+    if K:
+        check_topk(response, logp, topk_ids, topk_logp)
+        arrays |= {"topk_ids": topk_ids, "topk_logp": topk_logp}
     return prompt, prompt_length, response.reshape(P, G, T), Batch(**arrays)
+
+
+def check_topk(
+    response: np.ndarray, logp: np.ndarray, topk_ids: np.ndarray, topk_logp: np.ndarray
+) -> None:
+    """Raises ValueError unless the recorded ids describe the distribution that was sampled from.
+
+    Args:
+      response, logp: [B, T]. topk_ids, topk_logp: [B, T, K]; a token without ids is not judged.
+    """
+    filled = topk_ids >= 0
+    chosen = filled & (topk_ids == response[..., None])
+    ordered = np.sort(np.where(filled, topk_ids, -1 - np.arange(filled.shape[-1])), -1)
+    mass = np.where(filled, np.exp(np.minimum(topk_logp, 1.0)), 0.0).sum(-1)
+    off = np.abs(np.where(chosen, topk_logp - logp[..., None], 0.0)).max(initial=0.0)
+    remedy = "record them in the engine from the logits at the sampler's temperature and filters"
+    facts = [
+        (not np.isfinite(topk_logp).all(), "some are not finite"),
+        ((np.diff(ordered) == 0).any(), "an id stands twice at one token"),
+        (mass.max(initial=0.0) > 1 + 1e-5, f"a token's sum to a probability of {mass.max():.6f}"),
+        (off > 1e-4, f"a sampled token's differs from logp_sampler by {off:.2g}"),
+    ]
+    for wrong, message in facts:
+        if wrong:
+            raise ValueError(f"topk_logp: {message}; {remedy}")
 
 
 def statistics(rollout: Rollout) -> dict[str, float]:

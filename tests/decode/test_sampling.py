@@ -171,3 +171,30 @@ def test_uniforms_depend_on_seed_sample_and_index_alone():
     assert len(np.unique(u)) == 8
     alone = sampling.uniform(seed[3:], jnp.asarray([0]), jnp.asarray([3]))
     np.testing.assert_array_equal(u[3], np.asarray(alone)[0])
+
+
+@pytest.mark.parametrize(
+    "temperature,top_k,top_p,min_p",
+    [(1.0, 0, 1.0, 0.0), (0.7, 3, 1.0, 0.0), (1.3, 0, 0.6, 0.05), (0.0, 0, 1.0, 0.0)],
+)
+def test_likeliest_tokens_are_those_of_the_distribution_drawn_from(
+    temperature, top_k, top_p, min_p
+):
+    B, V, count = 64, 9, 11
+    logits = 2 * jax.random.normal(jax.random.key(1), (B, V))
+    allowed = jnp.arange(V) != 4
+    how = sampling.Sampling(
+        temperature=jnp.full(B, temperature), top_k=jnp.full(B, top_k),
+        top_p=jnp.full(B, top_p), min_p=jnp.full(B, min_p),
+    )  # fmt: skip
+    u = jax.random.uniform(jax.random.key(2), (B, 2))
+    token, logp, _ = sampling.sample(logits, u, how, allowed)
+    ids, found = jax.device_get(sampling.likeliest(logits, how, count, allowed))
+    kept = ids >= 0
+    assert not (ids == 4).any() and (found[~kept] == 0).all() and not kept[:, V - 1 :].any()
+    np.testing.assert_allclose(np.where(kept, np.exp(found), 0).sum(-1), 1.0, rtol=1e-5)
+    assert all(len(set(row[k])) == k.sum() for row, k in zip(ids, kept, strict=True))
+    chosen = (ids == np.asarray(token)[:, None]) & kept
+    assert (chosen.sum(-1) == 1).all()
+    np.testing.assert_allclose(found[chosen], logp, atol=1e-5)
+    assert (kept.sum(-1) == 1).all() if temperature == 0 else (kept.sum(-1) > 1).any()

@@ -58,7 +58,7 @@ def nothing_sampled(monkeypatch) -> None:
         ({"prompts": 3, "updates": 2}, "3 prompts do not divide into 2 updates"),
         ({"max_prompt_tokens": 1}, "row 1 has 2 tokens and max_prompt_tokens is 1"),
         ({"max_tokens": 24}, "past the model's 24 positions"),
-        ({"loss": algorithms.dppo("topk")}, "topk_ids.*does not provide"),
+        ({"loss": algorithms.dppo("topk"), "topk": 0}, "likeliest ids and topk is 0"),
         ({"loss": algorithms.bpco()}, "reads `value`, which this recipe does not provide"),
         ({"loss": algorithms.ppo()}, "reads `advantage`"),
     ],

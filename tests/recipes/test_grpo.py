@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax import envs, metrics, policy
+from rljax import envs, losses, metrics, policy
 from rljax.data.chat import Tokenizer
 from rljax.decode.batching import Request
 from rljax.losses import algorithms
@@ -119,6 +120,38 @@ def test_a_rewarded_letter_is_written_more_often(single):
     done, _ = single
     rewards = [step.metrics["reward/mean"] for step in done]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+
+
+NEEDS = ("topk_ids", "topk_logp", "topk_logp_live", "sum_squares", "full_kl")
+
+
+def compare(terms: Any, batch: Any) -> Any:
+    """Puts the gap between the sampler's and the trainer's likeliest ids into the metrics."""
+    filled = batch.topk_ids >= 0
+    gap = jnp.abs(jnp.where(filled, terms.live["topk_logp_live"] - batch.topk_logp, 0.0)).max(-1)
+    squares = jnp.where(filled, jnp.exp(2 * batch.topk_logp), 0.0).sum(-1)
+    rest = jnp.abs(terms.live["sum_squares"] - squares)  # all 16 ids are recorded
+    terms = terms.measured("gap", gap, batch.mask).measured("rest", rest, batch.mask)
+    return terms.measured("full", terms.live["full_kl"], batch.mask)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_likeliest_ids_and_statistics_of_the_head_reach_the_loss(updates):
+    made = policy.scratch(CFG, TOKENIZER, seed=0)
+    loss = losses.chain(
+        losses.group_centre(), losses.on_terms(compare, needs=NEEDS), losses.token_mean()
+    )
+    run = grpo.start(
+        made, TASK, prompts=4, group=4, lr=1e-2, loss=loss, seed=0, steps=2, temperature=0.8,
+        updates=updates,
+    )  # fmt: skip
+    first, second = run.steps(2)
+    assert all(c.topk_ids.shape == (len(c.ids), 20) for c in second.rollout.flat)
+    for values in (first.metrics, second.metrics):
+        if updates == 1:  # the trainer's parameters are those that sampled
+            assert values["gap"] < 1e-4 and values["rest"] < 1e-4 and values["full"] < 1e-6
+        else:  # the second update starts from other parameters
+            assert values["gap"] > 1e-3 and values["full"] > 1e-6
 
 
 @pytest.mark.slow

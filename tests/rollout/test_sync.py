@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import numpy as np
@@ -107,3 +108,31 @@ def test_log_probs_that_do_not_match_the_ids_are_refused():
     rollout = sync.Rollout([[7]], [[broken]], [Example(0, "p")], [""], np.zeros(1), {})
     with pytest.raises(ValueError, match="3 ids and 2 log-probs"):
         sync.to_arrays(rollout, 1, 4)
+
+
+def test_likeliest_ids_reach_the_batch_and_their_contract_is_checked():
+    def record(c: Completion, logp: Any = None, ids: Any = None) -> Completion:
+        top = np.stack([c.ids, np.full_like(c.ids, 11), np.full_like(c.ids, -1)], -1)
+        values = np.stack([c.logp, np.full_like(c.logp, -9.0), np.zeros_like(c.logp)], -1)
+        return dataclasses.replace(
+            c, topk_ids=top if ids is None else ids, topk_logp=values if logp is None else logp
+        )
+
+    def arrays(**broken: Any) -> Any:
+        made = collect([[[1, 2, 3], []]], total)
+        first, empty = made.flat
+        completions = [[record(first, **broken), record(empty)]]
+        return sync.to_arrays(dataclasses.replace(made, completions=completions), 2, 4)[3]
+
+    batch = arrays()
+    assert batch.topk_ids[0].tolist() == [[1, 11, -1], [2, 11, -1], [3, 11, -1], [-1] * 3]
+    np.testing.assert_allclose(batch.topk_logp[0, 1], [-0.2, -9.0, 0.0])
+    assert (batch.topk_ids[1] == -1).all()
+    good = np.asarray([[-0.1, -9.0, 0.0], [-0.2, -9.0, 0.0], [-0.3, -9.0, 0.0]], np.float32)
+    for value, message in ((np.nan, "finite"), (-0.1, "probability"), (-0.5, "differs")):
+        bad = good.copy()
+        bad[1] = [value, 0.0 if value == -0.1 else -9.0, 0.0]
+        with pytest.raises(ValueError, match=message):
+            arrays(logp=bad)
+    with pytest.raises(ValueError, match="twice"):
+        arrays(ids=np.asarray([[1, 11, -1], [2, 2, -1], [3, 11, -1]], np.int32))
