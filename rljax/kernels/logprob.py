@@ -83,6 +83,7 @@ def _logits(
 def _at_ids(z: Array, ids: Array, wanted: Array) -> Array:
     """Logits [M, shards, K] of the wanted ids [M, K] that this block holds, else 0.
 
+    A column that an earlier block held is at LOWEST and does not count again.
     z: [M, shards, width]; ids: [shards, width], ascending by one in each row.
     """
     width = z.shape[-1]
@@ -100,17 +101,14 @@ def _forward(
 
     def body(carry: Any, i: Array) -> Any:
         top, total, weighted, hit, more = carry
-        start, ids, z, _ = _logits(shape, x, parts, i, width, scale)
+        _, ids, z, _ = _logits(shape, x, parts, i, width, scale)
         new = jnp.maximum(top, z.max(-1))
         shrink, e = jnp.exp(top - new), jnp.exp(z - new[..., None])
         total = total * shrink + e.sum(-1)
         # As a product: XLA's CPU backend takes 10 times longer over the sum of e * z.
         weighted = weighted * shrink + jnp.einsum("msv,msv->ms", e, z, precision="highest")
         # Looked up, not compared with every id: one more sum over the block is 5 times slower here.
-        at = targets[:, None] - jnp.arange(shape.shards) * parts.shape[1] - start  # [M, shards]
-        found = jnp.take_along_axis(z, jnp.clip(at, 0, width - 1)[..., None], -1)[..., 0]
-        here = (at >= 0) & (at < width) & (found > LOWEST)  # a repeated column counts once
-        hit = hit + jnp.where(here, found, 0.0)
+        hit = hit + _at_ids(z, ids, targets[:, None])[..., 0]
         after = {}
         if shape.sum_squares:
             after["sum_squares"] = more["sum_squares"] * shrink**2 + (e * e).sum(-1)
